@@ -174,6 +174,9 @@ impl CancellationToken {
 
     /// Sets the token with [`CancelReason::Cancelled`], and every child of it; wakes all waiters.
     /// True if it was not set before.
+    ///
+    /// It takes a mutex for a moment, so it is for any thread, but not for the inside of a POSIX
+    /// signal handler: set it from a thread that waits for signals.
     pub fn cancel(&self) -> bool {
         self.cancel_with(CancelReason::Cancelled)
     }
@@ -195,7 +198,7 @@ impl CancellationToken {
         CancelReason::from_code(self.node.code())
     }
 
-    /// Blocks until the token is set.
+    /// Blocks until the token is set, for ever if nobody does.
     pub fn wait(&self) {
         let mut links = self.node.lock();
         while self.node.code() == 0 {
@@ -252,7 +255,6 @@ impl CancellationToken {
     }
 
     /// A guard that sets this token when it is dropped, also by a panic.
-    #[must_use]
     pub fn drop_guard(&self) -> DropGuard {
         DropGuard { token: Some(self.clone()) }
     }
@@ -287,6 +289,7 @@ impl fmt::Debug for CancellationToken {
 
 /// Sets a [`CancellationToken`] when dropped; see [`CancellationToken::drop_guard`].
 #[derive(Debug)]
+#[must_use = "dropped at once, it sets its token at once"]
 pub struct DropGuard {
     token: Option<CancellationToken>,
 }

@@ -49,7 +49,7 @@ impl fmt::Display for LostReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             LostReason::SessionEnded => "the server ended the session",
-            LostReason::NoAnswer => "no answer from the server until the deadline",
+            LostReason::NoAnswer => "no answer before the deadline",
             LostReason::NotOwner => "the session does not hold the lock any more",
             LostReason::Demoted => "the server is not the primary any more",
             LostReason::SessionSwapped => "a pooler swapped the session",
@@ -60,7 +60,7 @@ impl fmt::Display for LostReason {
 }
 
 /// Which time limit passed, and how long it was.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Timeout {
     /// Connecting, including name resolution, start-up and the proof of the endpoint.
@@ -90,6 +90,28 @@ impl fmt::Display for Timeout {
     }
 }
 
+/// Why [`Lease::guard`](crate::Lease::guard) refused a transaction.
+#[derive(Copy, Clone, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum GuardRefusal {
+    /// It is on another database than the lease.
+    OtherDatabase,
+    /// It is on another server than the lease.
+    OtherServer,
+    /// It is read-only, so it has nothing to guard.
+    ReadOnly,
+}
+
+impl fmt::Display for GuardRefusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            GuardRefusal::OtherDatabase => "it is on another database than the lease",
+            GuardRefusal::OtherServer => "it is on another server than the lease",
+            GuardRefusal::ReadOnly => "it is read-only, so it has nothing to guard",
+        })
+    }
+}
+
 /// What went wrong.
 ///
 /// Texts are lower case, tell their own layer only, and say what to do where there is something
@@ -103,13 +125,14 @@ pub enum Error {
     /// Another name that is in use on this `Locker` has the same key.
     #[error("another name in use on this Locker has the same key, {0}: rename one of them")]
     KeyCollision(Key),
-    /// The lock is held elsewhere.
+    /// The lock is held elsewhere; in module [`lock`](crate::lock) also: no connection of the pool
+    /// was free in time.
     #[error("held elsewhere")]
     NotAcquired,
     /// The lock is not held, or not any more.
     #[error("not held")]
     NotHeld,
-    /// The `Locker` was closed.
+    /// The `Locker`, or the locker of module [`lock`](crate::lock), was closed.
     #[error("the locker is closed")]
     Closed,
     /// The cancellation token was set.
@@ -121,8 +144,8 @@ pub enum Error {
     /// Names have at least one character.
     #[error("the name is empty")]
     EmptyName,
-    /// A time to live of zero, or beyond what the server can keep.
-    #[error("invalid time to live: must be more than zero and less than 24 days")]
+    /// A time to live of zero, or beyond what the server can keep: 2^31 - 1 ms, almost 25 days.
+    #[error("invalid time to live: must be more than zero and at most 2147483647 ms (24.8 days)")]
     InvalidTtl,
     /// An option, or a combination of options, that cannot work; the text is the violated rule.
     #[error("invalid option: {0}")]
@@ -150,6 +173,9 @@ pub enum Error {
     /// The server is older than PostgreSQL 13; the number is its `server_version_num`.
     #[error("server version {0} is not supported: PostgreSQL 13 or later is needed")]
     UnsupportedServer(i32),
+    /// [`Lease::guard`](crate::Lease::guard): the transaction cannot be guarded.
+    #[error("the transaction cannot be guarded: {0}")]
+    Guard(GuardRefusal),
     /// A circuit breaker is open.
     #[error("the circuit breaker is open")]
     CircuitOpen,
@@ -174,6 +200,10 @@ pub enum Error {
     /// The server answered with something that makes no sense for the statement.
     #[error("statement `{0}` was answered with something that it cannot mean")]
     Protocol(&'static str),
+    /// A pool of the user's gave no connection because connecting failed. The reason is in the text
+    /// of the source, an error of `r2d2` 0.8, and not behind it.
+    #[error("the pool gave no connection")]
+    Pool(#[source] Arc<r2d2::Error>),
     /// A thread could not be started.
     #[error("cannot start a thread")]
     Spawn(#[source] Arc<std::io::Error>),
@@ -181,13 +211,14 @@ pub enum Error {
 
 impl Error {
     /// True for [`Error::Timeout`], and for a statement that the server cancelled at its
-    /// `statement_timeout`.
+    /// `statement_timeout`, or because somebody asked it to: SQLSTATE 57014 does not tell which.
     #[must_use]
     pub fn is_timeout(&self) -> bool {
         matches!(self, Error::Timeout(_)) || self.sqlstate() == Some(&SqlState::QUERY_CANCELED)
     }
 
-    /// True for [`Error::Lost`] and [`Error::NotHeld`].
+    /// True for [`Error::Lost`] and [`Error::NotHeld`]: what was held before is not held any more,
+    /// or never was.
     #[must_use]
     pub fn is_lost(&self) -> bool {
         matches!(self, Error::Lost(_) | Error::NotHeld)
@@ -206,6 +237,7 @@ impl Error {
             | Error::Connect(_)
             | Error::Query { .. }
             | Error::Protocol(_)
+            | Error::Pool(_)
             | Error::Spawn(_)
             | Error::Lost(_)
             | Error::NotHeld => true,
@@ -218,6 +250,7 @@ impl Error {
             | Error::TransactionPooling
             | Error::TokenExhausted
             | Error::UnsupportedServer(_)
+            | Error::Guard(_)
             | Error::Forked => false,
         }
     }

@@ -3,16 +3,18 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::thread;
-use std::time::{Duration, Instant};
-
-use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
+use std::time::Duration;
 
 use crate::cancel::CancelReason;
 use crate::error::{Error, LostReason};
 use crate::key::Key;
 use crate::token::FencingToken;
+
+mod lock;
+mod queue;
+
+pub use lock::LockEvent;
+pub(crate) use queue::{Events, OnEvent};
 
 /// A transition of a lease, of its session, or of the [`Locker`](crate::Locker).
 ///
@@ -90,6 +92,13 @@ pub enum Event {
         /// Its key.
         key: Key,
     },
+    /// Watching the holders' sessions failed; it is tried again, and standbys poll meanwhile.
+    WatchFailed {
+        /// Why.
+        error: Error,
+        /// The wait before the next attempt.
+        retry_in: Duration,
+    },
     /// Trying for leases failed; it is tried again.
     TryFailed {
         /// Why.
@@ -105,6 +114,15 @@ pub enum Event {
         pid: i32,
         /// The term's token.
         token: FencingToken,
+    },
+    /// A term cannot start yet: these backends have guarded transactions of an earlier term open.
+    Fenced {
+        /// The lease.
+        name: Arc<str>,
+        /// Its key.
+        key: Key,
+        /// The backends.
+        pids: Vec<i32>,
     },
     /// A term ended by loss. Sent once for each lease.
     Lost {
@@ -161,6 +179,15 @@ pub enum Event {
         /// Why; `None` if the server said that the lock was not held.
         error: Option<Error>,
     },
+    /// Something happened to a lock of module [`lock`](crate::lock).
+    Lock {
+        /// Its key, as given.
+        name: Arc<str>,
+        /// Its key on the server.
+        key: Key,
+        /// What happened.
+        what: LockEvent,
+    },
     /// Events were dropped because `on_event` was slower than they came.
     Dropped {
         /// How many.
@@ -180,10 +207,13 @@ impl Event {
             Event::SessionLost { .. }
             | Event::ConnectFailed { .. }
             | Event::TryFailed { .. }
+            | Event::WatchFailed { .. }
             | Event::Late { .. }
             | Event::BoundMissing { .. }
+            | Event::Fenced { .. }
             | Event::NotifyUnavailable { .. }
             | Event::Dropped { .. } => log::Level::Warn,
+            Event::Lock { what, .. } => what.level(),
             Event::Acquired { .. }
             | Event::Released { .. }
             | Event::Stopping { .. }
@@ -191,6 +221,21 @@ impl Event {
             Event::SessionOpened { .. } | Event::SessionClosed { .. } | Event::Waiting { .. } => {
                 log::Level::Debug
             }
+        }
+    }
+}
+
+/// How much of a name is logged, in characters.
+const LONGEST_LOGGED: usize = 100;
+
+/// A name as it is logged: quoted, and no longer than a line bears.
+struct Quoted<'a>(&'a str);
+
+impl fmt::Display for Quoted<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0.char_indices().nth(LONGEST_LOGGED) {
+            Some((end, _)) => write!(f, "{:?}..", &self.0[..end]),
+            None => write!(f, "{:?}", self.0),
         }
     }
 }
@@ -221,161 +266,48 @@ impl fmt::Display for Event {
                 error.as_ref().map_or(Ok(()), |error| write!(f, ": {}", error.chain()))
             }
             Event::SessionClosed { pid } => write!(f, "session closed pid={pid}"),
-            Event::Waiting { name, key } => write!(f, "waiting name={name:?} key={key}"),
+            Event::Waiting { name, key } => write!(f, "waiting name={} key={key}", Quoted(name)),
+            Event::WatchFailed { error, retry_in } => {
+                write!(f, "cannot watch: {} retry_in={retry_in:.1?}", error.chain())
+            }
             Event::TryFailed { error } => write!(f, "trying failed: {}", error.chain()),
             Event::Acquired { name, key, pid, token } => {
-                write!(f, "acquired name={name:?} key={key} pid={pid} token={token}")
+                write!(f, "acquired name={} key={key} pid={pid} token={token}", Quoted(name))
+            }
+            Event::Fenced { name, key, pids } => {
+                write!(
+                    f,
+                    "waiting for guarded transactions name={} key={key} pids={pids:?}",
+                    Quoted(name)
+                )
             }
             Event::Lost { name, key, pid, token, reason } => {
                 write!(
                     f,
-                    "lost name={name:?} key={key} pid={pid} token={token} reason=\"{reason}\""
+                    "lost name={} key={key} pid={pid} token={token} reason=\"{reason}\"",
+                    Quoted(name)
                 )
             }
             Event::Stopping { name, key, reason } => {
-                write!(f, "stopping job name={name:?} key={key} reason=\"{reason}\"")
+                write!(f, "stopping job name={} key={key} reason=\"{reason}\"", Quoted(name))
             }
             Event::Overrun { name, key, token, since } => write!(
                 f,
-                "job still runs after its loss name={name:?} key={key} token={token} since={since:.0?}"
+                "job still runs after its loss name={} key={key} token={token} since={since:.0?}",
+                Quoted(name)
             ),
             Event::Released { name, key, pid, token } => {
-                write!(f, "released name={name:?} key={key} pid={pid} token={token}")
+                write!(f, "released name={} key={key} pid={pid} token={token}", Quoted(name))
             }
             Event::ReleaseFailed { name, key, pid, error } => {
-                write!(f, "release not confirmed name={name:?} key={key} pid={pid}")?;
+                write!(f, "release not confirmed name={} key={key} pid={pid}", Quoted(name))?;
                 match error {
                     Some(error) => write!(f, ": {}", error.chain()),
                     None => f.write_str(": the server says that it was not held"),
                 }
             }
+            Event::Lock { name, key, what } => write!(f, "lock {what} name={name:?} key={key}"),
             Event::Dropped { count } => write!(f, "events dropped count={count}"),
         }
-    }
-}
-
-/// Called with each event, on a thread of its own.
-pub(crate) type OnEvent = Arc<dyn Fn(&Event) + Send + Sync>;
-
-/// How many events wait for a slow listener before more are dropped, and counted.
-pub(crate) const QUEUE: usize = 4096;
-
-/// Where events go: a queue, so that a slow logger or listener never delays a heartbeat.
-#[derive(Clone, Debug)]
-pub(crate) struct Events {
-    /// `None` asks the thread to end.
-    queue: Sender<Option<Event>>,
-    dropped: Arc<AtomicU64>,
-}
-
-impl Events {
-    /// Starts the thread that logs and calls `on_event`. It ends when the last clone is dropped and
-    /// the queue is empty.
-    pub(crate) fn start(
-        on_event: Option<OnEvent>,
-    ) -> Result<(Events, thread::JoinHandle<()>), Error> {
-        let (queue, incoming) = bounded(QUEUE);
-        let dropped = Arc::new(AtomicU64::new(0));
-        let counter = Arc::clone(&dropped);
-        let thread = thread::Builder::new()
-            .name("leasehold-event".into())
-            .spawn(move || deliver(&incoming, &counter, on_event.as_ref()))
-            .map_err(|error| Error::Spawn(Arc::new(error)))?;
-        Ok((Events { queue, dropped }, thread))
-    }
-
-    /// Queues an event. Never blocks.
-    pub(crate) fn send(&self, event: Event) {
-        if let Err(TrySendError::Full(_)) = self.queue.try_send(Some(event)) {
-            self.dropped.fetch_add(1, Ordering::Relaxed);
-        }
-    }
-
-    /// Ends the thread when it has told what is queued. Blocks until `end` if the queue is full.
-    pub(crate) fn stop(&self, end: Instant) {
-        if self.queue.send_deadline(None, end).is_err() {
-            log::debug!(target: "leasehold", "events are not read, or not any more");
-        }
-    }
-}
-
-fn deliver(incoming: &Receiver<Option<Event>>, dropped: &AtomicU64, on_event: Option<&OnEvent>) {
-    for event in incoming.iter().map_while(|event| event) {
-        tell(&event, on_event);
-        let count = dropped.swap(0, Ordering::Relaxed);
-        if count > 0 {
-            tell(&Event::Dropped { count }, on_event);
-        }
-    }
-}
-
-fn tell(event: &Event, on_event: Option<&OnEvent>) {
-    log::log!(target: "leasehold", event.level(), "{event}");
-    let Some(on_event) = on_event else { return };
-    // A listener that panics must not silence the ones after it.
-    let call = std::panic::AssertUnwindSafe(|| on_event(event));
-    if std::panic::catch_unwind(call).is_err() {
-        log::error!(target: "leasehold", "on_event panicked; events go on");
-    }
-}
-
-#[cfg(test)]
-#[cfg(not(leasehold_loom))]
-mod tests {
-    use super::*;
-    use std::sync::Mutex;
-    use std::sync::mpsc::channel;
-
-    fn waiting(i: usize) -> Event {
-        Event::Waiting { name: format!("n{i}").into(), key: Key::from_i64(0) }
-    }
-
-    #[test]
-    fn events_arrive_in_order_and_the_thread_ends_with_the_last_handle() {
-        let seen = Arc::new(Mutex::new(Vec::new()));
-        let log = Arc::clone(&seen);
-        let on_event: OnEvent = Arc::new(move |e| log.lock().unwrap().push(e.to_string()));
-        let (events, thread) = Events::start(Some(on_event)).unwrap();
-        (0..100).for_each(|i| events.send(waiting(i)));
-        drop(events);
-        thread.join().unwrap();
-        let expected: Vec<String> = (0..100).map(|i| waiting(i).to_string()).collect();
-        assert_eq!(*seen.lock().unwrap(), expected);
-    }
-
-    #[test]
-    fn a_stuck_listener_never_blocks_the_sender_and_is_told_what_it_missed() {
-        let (release, gate) = channel::<()>();
-        let gate = Mutex::new(gate);
-        let missed = Arc::new(AtomicU64::new(0));
-        let count = Arc::clone(&missed);
-        let on_event: OnEvent = Arc::new(move |event| match event {
-            Event::Dropped { count: n } => {
-                count.fetch_add(*n, Ordering::SeqCst);
-            }
-            _ => drop(gate.lock().unwrap().recv()),
-        });
-        let (events, thread) = Events::start(Some(on_event)).unwrap();
-        (0..QUEUE + 100).for_each(|i| events.send(waiting(i)));
-        drop(release);
-        drop(events);
-        thread.join().unwrap();
-        let missed = missed.load(Ordering::SeqCst);
-        assert!((99..=100).contains(&missed), "{missed}");
-    }
-
-    #[test]
-    fn a_listener_that_panics_hears_the_next_event() {
-        let calls = Arc::new(AtomicU64::new(0));
-        let count = Arc::clone(&calls);
-        let on_event: OnEvent = Arc::new(move |_| {
-            count.fetch_add(1, Ordering::SeqCst);
-            panic!("a listener's panic, part of the test");
-        });
-        let (events, thread) = Events::start(Some(on_event)).unwrap();
-        (0..3).for_each(|i| events.send(waiting(i)));
-        drop(events);
-        thread.join().unwrap();
-        assert_eq!(calls.load(Ordering::SeqCst), 3);
     }
 }

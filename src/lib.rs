@@ -11,7 +11,7 @@
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let locker = Locker::new("postgres://app@db/app".parse()?, Options::new())?;
-//! let stop = CancellationToken::new(); // set it from your signal handler
+//! let stop = CancellationToken::new(); // set it from the thread that waits for signals
 //!
 //! locker.run(&stop, "send-invoices", |lease: &Lease| {
 //!     while !lease.wait_timeout(Duration::from_secs(60)) {
@@ -45,24 +45,29 @@
 //!   time-out after the start of the last answered statement, whatever else is stuck; the server
 //!   keeps the lock for longer than that (PostgreSQL 14 and later), so a partition causes no
 //!   overlap.
-//! - A holder that vanished frees its leases by the server's own time-out.
-//! - On release a standby leads within 50 ms.
+//! - A holder that vanished frees its leases by the server's own time-out (PostgreSQL 14 and later;
+//!   on 13 by TCP keepalives).
+//! - On release a standby leads within 50 ms where notifications arrive, and else at its next try.
 //!
 //! [`Options::budget`] computes the bounds for given options. What remains is overlap after a
-//! session that *died*, for as long as the job takes to notice: see [`FencingToken`] for how to make
-//! it harmless.
+//! session that *died*, for as long as the job takes to notice: the chapter [`overlap`] says how to
+//! make it harmless, with a [`FencingToken`] or a [guarded transaction](Lease::guard).
 //!
 //! # Threads and blocking
 //!
-//! Every method documents how long it blocks. Only threads of the library, named `leasehold-...`,
-//! talk to the server; so all methods work on any thread, also inside an async runtime, where they
-//! block it as any blocking call does.
+//! Every method documents how long it blocks; one that ends by its time limit takes up to 50 ms more
+//! (leases) or 500 ms more (module [`lock`]) to say why. All methods work on any thread, also inside
+//! an async runtime, where they block it as any blocking call does: what the driver would panic on
+//! there is done by threads of the library, named `leasehold-...`. For leases these threads do it
+//! everywhere; module [`lock`] saves the detour outside a runtime. [`Lease::guard`] is the exception:
+//! it works on the caller's connection.
 //!
 //! # Logging
 //!
 //! Events go to the [`log`] facade under the target `leasehold`, one line each, and to
 //! [`Options::on_event`]: errors are losses, overruns and releases that were not confirmed; warnings
-//! are outages and late answers; info are terms; debug are sessions and waiting.
+//! are outages and late answers; info are terms; debug are sessions, waiting, and the locks of module
+//! [`lock`] ([`LockConfig::on_event`](lock::LockConfig::on_event)) that go well.
 //!
 //! [advisory lock]: https://www.postgresql.org/docs/current/explicit-locking.html#ADVISORY-LOCKS
 //! [`log`]: https://docs.rs/log
@@ -74,14 +79,18 @@ mod error;
 mod event;
 mod key;
 mod lease;
+pub mod lock;
 mod session;
 mod token;
+
+#[doc = include_str!("../docs/overlap.md")]
+pub mod overlap {}
 
 pub use postgres;
 
 pub use cancel::{CancelReason, CancellationToken, DropGuard};
-pub use error::{Error, LostReason, RunError, Timeout};
-pub use event::Event;
+pub use error::{Error, GuardRefusal, LostReason, RunError, Timeout};
+pub use event::{Event, LockEvent};
 pub use key::{Key, LEASE_NAMESPACE, key};
 pub use lease::budget::Budget;
 pub use lease::lease::{Lease, LeaseGuard};

@@ -10,6 +10,8 @@ const PROMPT: Duration = Duration::from_millis(50);
 
 /// The bounds that follow from a set of [`Options`]; `Display` prints them as a table.
 ///
+/// P2 to P7 are the promises as the table in the README numbers them.
+///
 /// They hold with the server reachable for the standby, on PostgreSQL 14 or later where
 /// [`session_ttl`](Options::session_ttl) is involved. On 13 the server's TCP keepalives take its
 /// place for a vanished host, and nothing does for a stopped process.

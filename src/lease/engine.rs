@@ -22,7 +22,8 @@ use crate::lease::options::Options;
 use crate::lease::owner::{Owner, Setup};
 use crate::lease::registry::{Registry, Slot};
 use crate::lease::term::{self, Ended};
-use crate::lease::watchdog::{self, Pace};
+use crate::lease::watch::{self, SLICE, WatchList};
+use crate::lease::watchdog;
 use crate::session::connect::{Connector, SessionOptions};
 
 /// Callers wait this much longer than a statement may take, so that they hear the owner's reason
@@ -32,6 +33,7 @@ const GRACE: Duration = Duration::from_millis(50);
 struct Threads {
     owner: JoinHandle<()>,
     watchdog: JoinHandle<()>,
+    watch: Option<JoinHandle<()>>,
     events: JoinHandle<()>,
 }
 
@@ -48,30 +50,42 @@ pub(crate) struct Engine {
 
 impl Engine {
     /// Starts the threads. Does not connect.
-    pub(crate) fn start(connector: Connector, options: Options) -> Result<Engine, Error> {
+    pub(crate) fn start(
+        connect: impl Fn(SessionOptions) -> Connector,
+        options: Options,
+    ) -> Result<Engine, Error> {
+        options.validate()?;
         let (events, event_thread) = Events::start(options.on_event.clone())?;
-        let pace = Pace {
-            heartbeat_interval: options.heartbeat_interval,
-            query_timeout: options.query_timeout,
-        };
-        let (watchdog, watchdog_thread) = watchdog::start(pace, events.clone())?;
+        let (watchdog, watchdog_thread) = watchdog::start(events.clone())?;
         let (mailbox, requests, parked) = Mailbox::new();
+        let mailbox = Arc::new(mailbox);
+        let watch = options.watch.then(|| Arc::new(WatchList::default()));
+        let watch_thread = match &watch {
+            Some(list) => {
+                let connector = connect(watch_session_options(&options));
+                let (list, mailbox) = (Arc::clone(list), Arc::downgrade(&mailbox));
+                Some(watch::start(list, connector, mailbox, &options, events.clone())?)
+            }
+            None => None,
+        };
         let setup = Setup {
             options: options.clone(),
-            connector,
+            connector: connect(session_options(&options)),
             clock: Clock::System,
             events: events.clone(),
             requests,
             parked,
             watchdog,
+            watch: watch.clone(),
         };
         let owner = Builder::new()
             .name("leasehold-owner".into())
             .spawn(move || Owner::new(setup).run())
             .map_err(|error| Error::Spawn(Arc::new(error)))?;
-        let threads = Threads { owner, watchdog: watchdog_thread, events: event_thread };
+        let threads =
+            Threads { owner, watchdog: watchdog_thread, watch: watch_thread, events: event_thread };
         Ok(Engine {
-            mailbox: Arc::new(mailbox),
+            mailbox,
             registry: Arc::new(Registry::new()),
             options,
             events,
@@ -102,6 +116,9 @@ impl Engine {
         // An owner that is stuck in name resolution or on a Unix socket is left to end by itself.
         join_by(threads.owner, end);
         join_by(threads.watchdog, end);
+        if let Some(watch) = threads.watch {
+            join_by(watch, end);
+        }
         self.events.stop(end);
         join_by(threads.events, end);
         Ok(())
@@ -142,6 +159,16 @@ impl Engine {
         R: Send,
     {
         term::run(held, slot, &self.events, self.bound(), job)
+    }
+
+    /// After stepping down: leaves the lease to others for as long as they may take to notice.
+    pub(crate) fn cool_down(&self, cancel: &CancellationToken, slot: &Slot) {
+        let pause = cancel.child_token();
+        slot.set_token(&pause);
+        let others = self.options.longest_retry() + GRACE;
+        if pause.wait_timeout(others) {
+            log::debug!(target: "leasehold", "cool-down of {:?} cut short", slot.name);
+        }
     }
 
     /// Posts a question and waits for its answer.
@@ -255,14 +282,21 @@ impl Wish {
 }
 
 /// What a lease's session is opened with.
-pub(crate) fn session_options(options: &Options) -> SessionOptions {
+fn session_options(options: &Options) -> SessionOptions {
     let window = options.window();
     SessionOptions {
         query_timeout: options.query_timeout,
         idle_timeout: options.standby_ttl(),
         vanished_after: options.ttl().unwrap_or(window + window / 10),
         application_name: options.application_name.clone(),
+        lock_timeout: None,
+        listen: true,
     }
+}
+
+/// What the session of the watching thread is opened with.
+fn watch_session_options(options: &Options) -> SessionOptions {
+    SessionOptions { lock_timeout: Some(SLICE), listen: false, ..session_options(options) }
 }
 
 /// Joins a thread if it ends by then. The thread itself is not waited for by itself.

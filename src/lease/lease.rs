@@ -63,7 +63,7 @@ impl Core {
 
     /// `None` while held. Ends the session's life if its deadline has passed: what was said once
     /// stays so.
-    fn lost_or_left(&self) -> Option<Error> {
+    pub(crate) fn lost_or_left(&self) -> Option<Error> {
         if self.forked() {
             return Some(Error::Forked);
         }
@@ -89,7 +89,7 @@ impl Core {
             events.send(Event::Lost {
                 name: Arc::clone(&self.name),
                 key: self.key,
-                pid: self.life.pid,
+                pid: self.life.pid(),
                 token: self.token,
                 reason,
             });
@@ -160,7 +160,7 @@ impl Drop for Held {
 ///
 /// Given to the job by [`Locker::run`](crate::Locker::run) and
 /// [`try_run`](crate::Locker::try_run). Nothing here does I/O or blocks, except
-/// [`wait_timeout`](Lease::wait_timeout).
+/// [`wait_timeout`](Lease::wait_timeout), and [`guard`](Lease::guard) on the caller's connection.
 ///
 /// A job that goes on for long looks at [`is_held`](Lease::is_held) or
 /// [`cancellation`](Lease::cancellation) between steps and returns soon after either says stop.
@@ -232,7 +232,8 @@ impl Lease {
         &self.core.cancellation
     }
 
-    /// Sleeps for `duration`, or until the job should stop: then true, at once.
+    /// Sleeps for `duration`, or until the job should stop: then true, at once. `duration` does not
+    /// run while the machine is suspended; the lease's deadline does.
     #[must_use]
     pub fn wait_timeout(&self, duration: Duration) -> bool {
         self.core.cancellation.wait_timeout(duration)
@@ -245,7 +246,9 @@ impl Lease {
 /// No thread is spent on it. Unlike with [`Locker::run`](crate::Locker::run), nobody waits for the
 /// work under it: [`Locker::close`](crate::Locker::close) sets its token and releases it.
 ///
-/// Dropping it releases the lease without waiting for the server.
+/// Dropping it releases the lease without waiting for the server. A lost lease is not released, but
+/// its name is in use on the `Locker` until the guard is gone.
+#[must_use = "dropped at once, it releases the lease at once"]
 pub struct LeaseGuard {
     lease: Lease,
     // Fields drop in this order: the release is on its way before the name is free again, so the
@@ -267,8 +270,10 @@ impl LeaseGuard {
     /// # Errors
     ///
     /// [`Error::Lost`] if the lease was lost before; [`Error::NotHeld`] if the `Locker` was closed
-    /// before, or if the server said that the lock was not held; another error if the server did
-    /// not confirm. In each of the latter cases the session is closed, which releases the lock.
+    /// before, or if the server said that the lock was not held; [`Error::Forked`] in a forked
+    /// child; [`Error::Timeout`] if there is no word yet: the release is on its way; another error
+    /// if the server did not confirm. Where it said no, or did not confirm, the session is closed,
+    /// which releases the lock.
     pub fn release(mut self) -> Result<(), Error> {
         match self.held.take() {
             Some(held) => held.release(self.bound),

@@ -21,6 +21,7 @@ use crate::error::{Error, LostReason};
 use crate::event::{Event, Events};
 use crate::key::Key;
 use crate::lease::lease::Core;
+use crate::session::Facts;
 
 #[derive(Debug)]
 struct State {
@@ -29,13 +30,26 @@ struct State {
     leases: HashMap<Key, Arc<Core>>,
 }
 
+/// When a heartbeat is due, and how long a statement may take.
+#[derive(Copy, Clone, Debug)]
+pub(crate) struct Pace {
+    pub(crate) heartbeat_interval: Duration,
+    pub(crate) query_timeout: Duration,
+}
+
+impl Pace {
+    /// From the start of an answered statement to the loss.
+    pub(crate) fn window(self) -> Duration {
+        self.heartbeat_interval.saturating_add(self.query_timeout)
+    }
+}
+
 /// One session's life: its leases, its deadline, its end.
 #[derive(Debug)]
 pub(crate) struct Life {
-    pub(crate) pid: i32,
+    pub(crate) facts: Facts,
     pub(crate) clock: Clock,
-    /// From the start of an answered statement to the loss.
-    window: Duration,
+    pub(crate) pace: Pace,
     /// Nanoseconds; 0 once the life has ended.
     deadline: AtomicU64,
     state: Mutex<State>,
@@ -44,15 +58,19 @@ pub(crate) struct Life {
 
 impl Life {
     pub(crate) fn new(
-        pid: i32,
+        facts: Facts,
         clock: Clock,
-        window: Duration,
+        pace: Pace,
         last_good: Tick,
         events: Events,
     ) -> Life {
-        let deadline = AtomicU64::new(last_good.after(window).as_nanos());
+        let deadline = AtomicU64::new(last_good.after(pace.window()).as_nanos());
         let state = Mutex::new(State { ended: None, last_good, leases: HashMap::new() });
-        Life { pid, clock, window, deadline, state, events }
+        Life { facts, clock, pace, deadline, state, events }
+    }
+
+    pub(crate) fn pid(&self) -> i32 {
+        self.facts.pid
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -82,6 +100,10 @@ impl Life {
         self.lock().leases.values().map(Arc::clone).collect()
     }
 
+    pub(crate) fn lease(&self, key: Key) -> Option<Arc<Core>> {
+        self.lock().leases.get(&key).map(Arc::clone)
+    }
+
     pub(crate) fn holds(&self, key: Key) -> bool {
         self.lock().leases.contains_key(&key)
     }
@@ -96,14 +118,15 @@ impl Life {
         if state.ended.is_some() {
             return false;
         }
-        let passed = self.clock.now() >= state.last_good.after(self.window);
+        let passed = self.clock.now() >= state.last_good.after(self.pace.window());
         if passed && !state.leases.is_empty() {
             drop(state);
             self.end(LostReason::NoAnswer, None);
             return false;
         }
         state.last_good = state.last_good.max(start);
-        self.deadline.store(state.last_good.after(self.window).as_nanos(), Ordering::Release);
+        self.deadline
+            .store(state.last_good.after(self.pace.window()).as_nanos(), Ordering::Release);
         true
     }
 
@@ -130,7 +153,7 @@ impl Life {
             if state.ended.is_some() || state.leases.is_empty() {
                 return false;
             }
-            if self.clock.now() < state.last_good.after(self.window) {
+            if self.clock.now() < state.last_good.after(self.pace.window()) {
                 return false;
             }
         }
@@ -149,7 +172,12 @@ impl Life {
             self.deadline.store(0, Ordering::Release);
             std::mem::take(&mut state.leases)
         };
-        self.events.send(Event::SessionLost { pid: self.pid, reason, error, leases: leases.len() });
+        self.events.send(Event::SessionLost {
+            pid: self.pid(),
+            reason,
+            error,
+            leases: leases.len(),
+        });
         for core in leases.values() {
             core.lose(reason, &self.events);
         }
@@ -164,7 +192,7 @@ impl Life {
             self.deadline.store(0, Ordering::Release);
             state.leases.clear();
             drop(state);
-            self.events.send(Event::SessionClosed { pid: self.pid });
+            self.events.send(Event::SessionClosed { pid: self.pid() });
         }
     }
 }
@@ -183,7 +211,8 @@ mod tests {
         let clock = Clock::fake();
         let (events, _thread) = Events::start(None).unwrap();
         let now = clock.now();
-        Arc::new(Life::new(1, clock, WINDOW, now, events))
+        let pace = Pace { heartbeat_interval: WINDOW / 3, query_timeout: WINDOW * 2 / 3 };
+        Arc::new(Life::new(Facts::default(), clock, pace, now, events))
     }
 
     fn lease_on(life: &Arc<Life>, name: &str) -> Lease {

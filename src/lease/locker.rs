@@ -9,7 +9,7 @@ use postgres::{Config, Socket};
 
 use crate::cancel::{CancelReason, CancellationToken};
 use crate::error::{Error, RunError};
-use crate::lease::engine::{Engine, session_options};
+use crate::lease::engine::Engine;
 use crate::lease::lease::{Lease, LeaseGuard};
 use crate::lease::mailbox::Request;
 use crate::lease::options::Options;
@@ -34,7 +34,8 @@ pub struct Holder {
 ///
 /// A `Locker` has one session with the database, opened when it is first needed and opened again
 /// whenever it is lost, and three threads: `leasehold-owner` talks to the server, `leasehold-clock`
-/// watches the deadline, `leasehold-event` writes logs. Clones share them. Share one per process;
+/// watches the deadline, `leasehold-event` writes logs. With [`Options::watch`] there is one more of
+/// each, `leasehold-watch` and its session. Clones share them. Share one per process;
 /// every method can be called from any thread, also from one inside an async runtime, which it
 /// blocks like any other.
 ///
@@ -55,12 +56,12 @@ impl Locker {
     /// [`Error::InvalidOption`] for options that cannot work, [`Error::Spawn`] if a thread cannot
     /// be started.
     pub fn new(config: Config, options: Options) -> Result<Locker, Error> {
-        options.validate()?;
-        let connector = Connector::plain(&config, session_options(&options));
-        Ok(Locker { engine: Arc::new(Engine::start(connector, options)?) })
+        let connect = |options| Connector::plain(&config, options);
+        Ok(Locker { engine: Arc::new(Engine::start(connect, options)?) })
     }
 
-    /// A locker that secures its session with `tls` as `sslmode` in `config` says.
+    /// A locker that secures its session with `tls` as `sslmode` in `config` says. Does not connect
+    /// yet, and does not block.
     ///
     /// # Errors
     ///
@@ -72,9 +73,8 @@ impl Locker {
         T::Stream: Send,
         <T::TlsConnect as TlsConnect<Socket>>::Future: Send,
     {
-        options.validate()?;
-        let connector = Connector::with_tls(&config, tls, session_options(&options));
-        Ok(Locker { engine: Arc::new(Engine::start(connector, options)?) })
+        let connect = |options| Connector::with_tls(&config, tls.clone(), options);
+        Ok(Locker { engine: Arc::new(Engine::start(connect, options)?) })
     }
 
     /// Runs `job` whenever this process wins the lease `name`, until the job returns.
@@ -90,6 +90,7 @@ impl Locker {
     /// | job returned `Ok(())`, lease held | release, `Ok(())` |
     /// | job panicked | release, then the panic goes on in the caller's thread |
     /// | [`close`](Locker::close), before or during | `Ok(())` |
+    /// | [step-down](Locker::step_down) asked | the job's token is set; release; contends again after a cool-down |
     /// | database away, password wrong, standby | keeps contending, backing off up to the retry interval |
     ///
     /// The release comes after the job has returned, never before. It waits for the server's
@@ -127,7 +128,11 @@ impl Locker {
             let asked_to_end = cancel.is_cancelled() || self.engine.is_closing();
             match value {
                 _ if asked_to_end => return Ok(()),
-                _ if lost.is_some() || told == Some(CancelReason::StepDown) => {}
+                _ if lost.is_some() => {}
+                _ if told == Some(CancelReason::StepDown) => {
+                    // A cancellation or a close ends this pause, and is seen at the next turn.
+                    self.engine.cool_down(cancel, &slot);
+                }
                 Ok(()) => return Ok(()),
                 Err(error) => return Err(RunError::Job(error)),
             }
@@ -144,8 +149,8 @@ impl Locker {
     ///
     /// `Job(e)` if the job returned it. `Lock(Lost)` if the lease was lost before the job returned,
     /// whatever it returned: its work may have overlapped with another's. `Lock(Cancelled)` if
-    /// `cancel` was set before, `Lock(Closed)` after [`close`](Locker::close), and whatever keeps
-    /// the lease from being asked for.
+    /// `cancel` was set before, `Lock(Closed)` after [`close`](Locker::close), `Lock(Spawn)`, and
+    /// those of [`try_acquire`](Locker::try_acquire).
     ///
     /// # Panics
     ///
@@ -193,12 +198,15 @@ impl Locker {
     /// elsewhere all the time.
     ///
     /// A `timeout` of zero is [`try_acquire`](Locker::try_acquire). Otherwise it blocks for at most
-    /// `timeout`, a release elsewhere being noticed at once where notifications arrive.
+    /// `timeout`, a release elsewhere being noticed at once where notifications arrive, and else at
+    /// the next try, a retry interval later. [`Duration::MAX`] waits for ever.
     ///
     /// # Errors
     ///
     /// As [`try_acquire`](Locker::try_acquire), but an outage is waited out: an error about the
-    /// database means that it was in that state at the end.
+    /// database means that it was in that state at the end, [`Error::Timeout`] that there was no
+    /// answer at all. What waiting cannot mend, such as [`Error::TransactionPooling`], ends the wait
+    /// at once; so does [`close`](Locker::close), with [`Error::Closed`].
     pub fn acquire_timeout(
         &self,
         name: &str,
@@ -233,6 +241,27 @@ impl Locker {
         }))
     }
 
+    /// Asks the holder of the lease `name`, wherever it is, to step down. True if it has heard: then
+    /// its job's token is set with [`CancelReason::StepDown`], and after the job has returned and the
+    /// lease is released, it does not contend for a retry interval, so that another can win.
+    ///
+    /// False if nobody holds it, or if the holder did not answer: it does not
+    /// [allow it](Options::allow_step_down), is not of this library, or notifications do not arrive.
+    ///
+    /// Blocks for at most 2 s after the server answered, and for at most the query time-out in all.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::EmptyName`], [`Error::Closed`], [`Error::Forked`], and what kept the server from
+    /// being asked, or its answer from arriving.
+    pub fn step_down(&self, name: &str) -> Result<bool, Error> {
+        if name.is_empty() {
+            return Err(Error::EmptyName);
+        }
+        let key = self.engine.key(name);
+        self.engine.ask(|reply, _| Request::StepDown { key, reply })
+    }
+
     /// Connects if necessary, proves that the endpoint can hold leases, and that those of this
     /// `Locker` are held. Blocks for at most the query time-out.
     ///
@@ -250,14 +279,15 @@ impl Locker {
     ///
     /// Blocks for as long as the jobs take, and then for at most twice the query time-out.
     /// Heartbeats go on until the last job has returned. Called from a job, it does not wait for
-    /// that job, and leaves ending the session to its return.
+    /// that job, and leaves ending the session to its return. In a forked child it does nothing.
     pub fn close(&self) {
         if let Err(error) = self.engine.shut(None) {
             log::warn!(target: "leasehold", "close: {}", error.chain());
         }
     }
 
-    /// [`close`](Locker::close), waiting for jobs for at most `grace`.
+    /// [`close`](Locker::close), waiting for jobs for at most `grace`, and then for at most twice the
+    /// query time-out for the session to end.
     ///
     /// # Errors
     ///

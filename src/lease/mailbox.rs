@@ -80,6 +80,12 @@ pub(crate) enum Request {
         reply: Reply<Option<HolderRow>>,
         expires: Instant,
     },
+    StepDown {
+        key: Key,
+        reply: Reply<bool>,
+    },
+    /// These leases may be free now.
+    Free(Vec<i64>),
     /// Grant nothing any more; heartbeats go on.
     StopGranting,
     /// Release what is held, end the session and the thread.

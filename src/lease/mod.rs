@@ -6,14 +6,19 @@
 
 pub(crate) mod budget;
 mod engine;
+mod fence;
+mod heartbeat;
 #[allow(clippy::module_inception, reason = "the file is named after the type in it")]
 pub(crate) mod lease;
-mod life;
+pub(crate) mod life;
 pub(crate) mod locker;
 mod mailbox;
 pub(crate) mod options;
 mod owner;
+mod reconnect;
 mod registry;
+mod release;
 mod serve;
 mod term;
+mod watch;
 mod watchdog;

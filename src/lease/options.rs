@@ -9,6 +9,7 @@ use crate::error::Error;
 use crate::event::{Event, OnEvent};
 use crate::key::LEASE_NAMESPACE;
 use crate::lease::budget::Budget;
+use crate::lease::life::Pace;
 
 /// How often a standby tries again: 5 s.
 pub const DEFAULT_RETRY_INTERVAL: Duration = Duration::from_secs(5);
@@ -31,14 +32,14 @@ const LONGEST_NAME: usize = 63;
 ///
 /// This is what frees the lease of a holder that vanished without a word: power loss, a cut wire,
 /// a stopped or suspended process.
-#[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Copy, Clone, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum SessionTtl {
     /// Heartbeat interval plus query time-out, plus a tenth of that, at least 1 s. The default.
     #[default]
     Auto,
     /// This long. Must be more than heartbeat interval plus query time-out, so that the holder's
-    /// own deadline passes first.
+    /// own deadline passes first, and at most 2^31 - 1 ms, almost 25 days.
     Fixed(Duration),
     /// Never: only TCP keepalives end the session of a holder that vanished.
     Off,
@@ -69,6 +70,8 @@ pub struct Options {
     pub(crate) session_ttl: SessionTtl,
     pub(crate) namespace: i32,
     pub(crate) application_name: Option<String>,
+    pub(crate) watch: bool,
+    pub(crate) allow_step_down: bool,
     pub(crate) on_event: Option<OnEvent>,
 }
 
@@ -83,6 +86,8 @@ impl Options {
             session_ttl: SessionTtl::Auto,
             namespace: LEASE_NAMESPACE,
             application_name: None,
+            watch: false,
+            allow_step_down: false,
             on_event: None,
         }
     }
@@ -106,7 +111,8 @@ impl Options {
         self
     }
 
-    /// Sets how long a statement, or opening a session, may take.
+    /// Sets how long a statement, or opening a session, may take. Most methods of a
+    /// [`Locker`](crate::Locker) block for no longer.
     ///
     /// Defaults to 10 s. From 10 ms to a day.
     #[must_use]
@@ -136,10 +142,31 @@ impl Options {
 
     /// Sets the session's `application_name`, as seen in `pg_stat_activity`.
     ///
-    /// Defaults to the one in the connection's configuration, else `leasehold`. At most 63 bytes.
+    /// Defaults to the one in the connection's configuration, else `leasehold`. At most 63 bytes,
+    /// none of them NUL.
     #[must_use]
     pub fn application_name(mut self, name: impl Into<String>) -> Options {
         self.application_name = Some(name.into());
+        self
+    }
+
+    /// Sets whether a standby watches the holder's session, over one more session of its own.
+    ///
+    /// Then it takes over within 50 ms of a holder's death, rather than at its next try. The second
+    /// session exists only while something is waited for. Defaults to `false`.
+    #[must_use]
+    pub fn watch(mut self, watch: bool) -> Options {
+        self.watch = watch;
+        self
+    }
+
+    /// Sets whether other processes may ask for the leases of this one; see
+    /// [`Locker::step_down`](crate::Locker::step_down).
+    ///
+    /// Anyone who may connect to the database can ask. Defaults to `false`.
+    #[must_use]
+    pub fn allow_step_down(mut self, allow: bool) -> Options {
+        self.allow_step_down = allow;
         self
     }
 
@@ -160,9 +187,14 @@ impl Options {
         Budget::of(self)
     }
 
+    pub(crate) fn pace(&self) -> Pace {
+        let Options { heartbeat_interval, query_timeout, .. } = *self;
+        Pace { heartbeat_interval, query_timeout }
+    }
+
     /// How long after the start of the last answered statement a lease is lost.
     pub(crate) fn window(&self) -> Duration {
-        self.heartbeat_interval.saturating_add(self.query_timeout)
+        self.pace().window()
     }
 
     /// How long the server keeps a silent holder's session; `None` if it has no such limit.
@@ -255,6 +287,8 @@ impl fmt::Debug for Options {
             .field("session_ttl", &self.session_ttl)
             .field("namespace", &self.namespace)
             .field("application_name", &self.application_name)
+            .field("watch", &self.watch)
+            .field("allow_step_down", &self.allow_step_down)
             .finish_non_exhaustive()
     }
 }

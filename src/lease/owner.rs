@@ -16,13 +16,16 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use crate::backoff::{Backoff, jittered};
 use crate::clock::Clock;
 use crate::error::{Error, LostReason};
-use crate::event::{Event, Events};
+use crate::event::Events;
 use crate::key::Key;
+use crate::lease::fence::Fenced;
+use crate::lease::heartbeat::AwaitedAnswer;
 use crate::lease::life::Life;
 use crate::lease::mailbox::{Acquire, Answer, Parked, Reply, Request, parked};
 use crate::lease::options::Options;
-use crate::lease::serve::Release;
-use crate::session::connect::{Connector, Findings};
+use crate::lease::release::Release;
+use crate::lease::watch::WatchList;
+use crate::session::connect::Connector;
 use crate::session::{HolderRow, Session};
 
 /// The wait before the first new attempt to connect.
@@ -33,6 +36,9 @@ const UNIX_SLICE: Duration = Duration::from_millis(20);
 const HEARTBEAT_AGAIN: Duration = Duration::from_millis(200);
 /// After a release several standbys hear of it at once; each adds up to this much.
 const SPREAD: Duration = Duration::from_millis(2);
+/// How long the thread stays awake after a request. Falling asleep and being woken again costs about
+/// as much, and a caller that asks again and again waits for it each time.
+const LINGER: Duration = Duration::from_micros(50);
 /// There is always a heartbeat due before.
 const LONGEST_PARK: Duration = Duration::from_secs(24 * 3600);
 
@@ -60,11 +66,17 @@ pub(crate) struct Inbox {
     pub(crate) tries: Vec<Acquire>,
     pub(crate) pings: Vec<(Reply<()>, Instant)>,
     pub(crate) holders: Vec<(Key, Reply<Option<HolderRow>>, Instant)>,
+    pub(crate) step_downs: Vec<(Key, Reply<bool>)>,
+    /// Nonces of requests to step down that a lease of ours has heard.
+    pub(crate) heard_step_downs: Vec<String>,
 }
 
 impl Inbox {
     fn needs_session(&self) -> bool {
-        !(self.tries.is_empty() && self.pings.is_empty() && self.holders.is_empty())
+        !(self.tries.is_empty()
+            && self.pings.is_empty()
+            && self.holders.is_empty()
+            && self.step_downs.is_empty())
     }
 }
 
@@ -77,6 +89,7 @@ pub(crate) struct Setup {
     pub(crate) requests: Receiver<Request>,
     pub(crate) parked: Arc<Parked>,
     pub(crate) watchdog: Sender<Arc<Life>>,
+    pub(crate) watch: Option<Arc<WatchList>>,
 }
 
 pub(crate) struct Owner {
@@ -84,14 +97,20 @@ pub(crate) struct Owner {
     pub(crate) live: Option<Live>,
     pub(crate) inbox: Inbox,
     pub(crate) waiting: HashMap<Key, Waiting>,
+    /// Granted leases whose fence is busy, and when to look at it again.
+    pub(crate) fenced: Vec<Fenced>,
+    pub(crate) fences_at: Instant,
+    pub(crate) awaited: Vec<AwaitedAnswer>,
     rng: fastrand::Rng,
-    backoff: Backoff,
+    pub(crate) backoff: Backoff,
     /// No attempt to connect for standing wishes before.
-    connect_at: Option<Instant>,
+    pub(crate) connect_at: Option<Instant>,
     /// When everything that waits is tried again.
-    retry_at: Instant,
+    pub(crate) retry_at: Instant,
     /// No heartbeat before, because the last one failed.
     heartbeat_not_before: Option<Instant>,
+    /// A request came since the last wait.
+    asked: bool,
     granting: bool,
     running: bool,
 }
@@ -105,11 +124,15 @@ impl Owner {
             live: None,
             inbox: Inbox::default(),
             waiting: HashMap::new(),
+            fenced: Vec::new(),
+            fences_at: Instant::now(),
+            awaited: Vec::new(),
             rng,
             backoff,
             connect_at: None,
             retry_at: Instant::now(),
             heartbeat_not_before: None,
+            asked: false,
             granting: true,
             running: true,
         }
@@ -121,6 +144,9 @@ impl Owner {
             self.wait();
             self.collect();
             self.serve();
+        }
+        if let Some(watch) = &self.setup.watch {
+            watch.stop();
         }
         self.release_everything();
         if let Some(live) = self.live.take() {
@@ -143,6 +169,7 @@ impl Owner {
     }
 
     fn accept(&mut self, request: Request) {
+        self.asked = true;
         match request {
             Request::Acquire(acquire) if !self.granting => {
                 self.answer(&acquire, Answer::Failed(Error::Closed));
@@ -156,22 +183,37 @@ impl Owner {
                 if self.waiting.get(&key).is_some_and(|waiting| waiting.acquire.id == id) {
                     self.waiting.remove(&key);
                 }
+                let withdrawn = self.fenced.iter().position(|term| term.acquire.id == id);
+                if let Some(at) = withdrawn {
+                    let core = self.fenced.swap_remove(at).core;
+                    self.give_back(core);
+                }
             }
             Request::Release { core, reply } => self.inbox.releases.push(Release { core, reply }),
             Request::Ping { reply, expires } => self.inbox.pings.push((reply, expires)),
             Request::Holder { key, reply, expires } => {
                 self.inbox.holders.push((key, reply, expires));
             }
+            Request::StepDown { key, reply } => self.inbox.step_downs.push((key, reply)),
+            Request::Free(keys) => {
+                for key in keys {
+                    self.try_soon(Key::from_i64(key));
+                }
+            }
             Request::StopGranting => {
                 self.granting = false;
                 self.fail_wishes(&Error::Closed);
+                for Fenced { acquire, core, .. } in std::mem::take(&mut self.fenced) {
+                    self.answer(&acquire, Answer::Failed(Error::Closed));
+                    self.give_back(core);
+                }
             }
             Request::ShutDown => self.running = false,
         }
     }
 
     /// Answers, for the last time, every wish that is not granted.
-    fn fail_wishes(&mut self, error: &Error) {
+    pub(crate) fn fail_wishes(&mut self, error: &Error) {
         let waiting = self.waiting.drain().map(|(_, waiting)| waiting.acquire);
         for acquire in std::mem::take(&mut self.inbox.tries).into_iter().chain(waiting) {
             if acquire.answer.try_send(Answer::Failed(error.clone())).is_err() {
@@ -199,89 +241,12 @@ impl Owner {
         }
         if self.ensure_session(asked) {
             self.serve_tries();
+            self.serve_fences();
             self.serve_questions();
+            self.serve_step_downs();
             self.serve_heartbeat();
         }
-    }
-
-    /// Opens a session if there is none and its time has come. Whoever asked now hears of a
-    /// failure; standing wishes go on.
-    fn ensure_session(&mut self, asked: bool) -> bool {
-        if self.live.is_some() {
-            return true;
-        }
-        let early = self.connect_at.is_some_and(|at| Instant::now() < at);
-        if early && !asked {
-            return false;
-        }
-        let started = Instant::now();
-        let start = self.setup.clock.now();
-        match self.setup.connector.open() {
-            Ok((session, findings)) => {
-                self.backoff.reset();
-                self.connect_at = None;
-                self.retry_at = Instant::now();
-                let facts = session.facts;
-                let events = self.setup.events.clone();
-                events.send(Event::SessionOpened {
-                    pid: facts.pid,
-                    server_version: facts.version,
-                    took: started.elapsed(),
-                });
-                self.tell_findings(&session, findings);
-                let window = self.setup.options.window();
-                let clock = self.setup.clock.clone();
-                let life = Arc::new(Life::new(facts.pid, clock, window, start, events));
-                let idle = self.setup.options.idle_limits(facts.version);
-                self.live = Some(Live { session, life, idle });
-                true
-            }
-            Err(error) => {
-                self.connecting_failed(&error);
-                false
-            }
-        }
-    }
-
-    fn tell_findings(&self, session: &Session, findings: Findings) {
-        let events = &self.setup.events;
-        for setting in findings.missing {
-            let effect = match setting {
-                "idle_session_timeout" => {
-                    "a stopped holder keeps its leases, a vanished one until TCP keepalives end it"
-                }
-                "transaction_timeout" => continue,
-                _ => "the server may keep a vanished holder for longer",
-            };
-            events.send(Event::BoundMissing { setting, effect });
-        }
-        for (setting, configured, ours) in findings.replaced {
-            events.send(Event::LimitReplaced { setting, configured, ours });
-        }
-        if !session.notify_works {
-            events.send(Event::NotifyUnavailable { pid: session.facts.pid });
-        }
-    }
-
-    fn connecting_failed(&mut self, error: &Error) {
-        let retry_in = self.backoff.next();
-        self.connect_at = Some(Instant::now() + retry_in);
-        self.setup.events.send(Event::ConnectFailed { error: error.clone(), retry_in });
-        if !error.is_retryable() {
-            self.fail_wishes(error);
-        }
-        for waiting in self.waiting.values() {
-            waiting.acquire.trouble(error);
-        }
-        for acquire in std::mem::take(&mut self.inbox.tries) {
-            self.answer(&acquire, Answer::Failed(error.clone()));
-        }
-        for (reply, _) in std::mem::take(&mut self.inbox.pings) {
-            self.reply(&reply, Err(error.clone()));
-        }
-        for (_, reply, _) in std::mem::take(&mut self.inbox.holders) {
-            self.reply(&reply, Err(error.clone()));
-        }
+        self.tell_watch();
     }
 
     pub(crate) fn reply<T>(&self, reply: &Reply<T>, result: Result<T, Error>) {
@@ -290,11 +255,11 @@ impl Owner {
         }
     }
 
-    /// Gives up the session: every lease on it is lost, and a new one is opened when needed.
-    pub(crate) fn lose(&mut self, reason: LostReason, error: Option<Error>) {
-        if let Some(live) = self.live.take() {
-            live.life.end(reason, error);
-            live.session.abandon();
+    /// Tells the watching thread what is waited for.
+    fn tell_watch(&self) {
+        if let Some(watch) = &self.setup.watch {
+            let told = self.waiting.iter().filter(|(_, waiting)| waiting.told);
+            watch.set(told.map(|(key, _)| key.as_i64()).collect());
         }
     }
 
@@ -309,8 +274,9 @@ impl Owner {
         match &self.live {
             None => wish.map(|_| self.connect_at.unwrap_or(now)),
             Some(_) => {
-                let heartbeat = self.heartbeat_due(now);
-                Some(wish.map_or(heartbeat, |wish| wish.min(heartbeat)))
+                let awaited = self.awaited.iter().map(|each| each.expires).min();
+                let others = [wish, self.fences_due(), awaited];
+                others.into_iter().flatten().chain([self.heartbeat_due(now)]).min()
             }
         }
     }
@@ -354,6 +320,9 @@ impl Owner {
 
     /// Waits for a request, for the server, or for the next thing due.
     fn wait(&mut self) {
+        if self.linger() {
+            return;
+        }
         let due = self.next_due();
         let limit = due.map(|due| due.saturating_duration_since(Instant::now()));
         if limit == Some(Duration::ZERO) || !self.setup.requests.is_empty() {
@@ -377,6 +346,22 @@ impl Owner {
                 guard.unwake();
             }
         }
+    }
+
+    /// After a request the next one often follows at once: waits for it awake, for a moment. True if
+    /// it came.
+    fn linger(&mut self) -> bool {
+        if !std::mem::take(&mut self.asked) {
+            return false;
+        }
+        let end = Instant::now() + LINGER;
+        while self.setup.requests.is_empty() {
+            if Instant::now() >= end {
+                return false;
+            }
+            std::thread::yield_now();
+        }
+        true
     }
 
     fn wait_for_request(&mut self, limit: Option<Duration>) {

@@ -1,30 +1,27 @@
-//! What the owner thread does with requests: statements, and what follows from their outcomes.
+//! Trying for leases, and what follows from the outcome.
 //!
 //! The rule behind all of it: after an error the outcome of a statement is unknown. The same session
 //! is asked which locks it holds, and if that fails too, it is closed, which ends all doubt.
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use crate::cancel::CancelReason;
 use crate::clock::Tick;
 use crate::error::{Error, LostReason};
 use crate::event::Event;
 use crate::key::Key;
+use crate::lease::fence::{Fenced, fence};
 use crate::lease::lease::{Core, Held};
-use crate::lease::mailbox::{Acquire, Answer, Reply};
+use crate::lease::mailbox::{Acquire, Answer};
 use crate::lease::owner::Owner;
-use crate::session::{Granted, Pulse};
-
-/// A lease to give back.
-pub(crate) struct Release {
-    pub(crate) core: Arc<Core>,
-    pub(crate) reply: Option<Reply<()>>,
-}
+use crate::session::Granted;
+use crate::token::FencingToken;
 
 impl Owner {
     /// Takes in messages of the server and notices its end.
-    pub(crate) fn listen(&mut self, limit: std::time::Duration) {
+    pub(crate) fn listen(&mut self, limit: Duration) {
         let Some(live) = &mut self.live else { return };
         match live.session.park(limit) {
             Ok(messages) => {
@@ -40,87 +37,49 @@ impl Owner {
         }
     }
 
+    /// `r` and a key: released. `s`, a key and a nonce: whoever holds it is asked to step down. `a`
+    /// and a nonce: the holder has heard. Anything else is not ours.
     fn hear(&mut self, message: &str) {
-        let Some(key) = message.strip_prefix('r').and_then(|key| key.parse().ok()) else { return };
+        let Some((kind, rest)) = message.split_at_checked(1) else { return };
+        match kind {
+            "r" => {
+                let Ok(key) = rest.parse() else { return };
+                self.try_soon(Key::from_i64(key));
+            }
+            "s" => {
+                let Some((key, nonce)) = rest.split_once(' ') else { return };
+                let Ok(key) = key.parse() else { return };
+                self.hear_step_down(Key::from_i64(key), nonce);
+            }
+            "a" => {
+                let answered = self.awaited.iter().position(|each| each.nonce == rest);
+                if let Some(at) = answered {
+                    let answer = self.awaited.swap_remove(at);
+                    self.reply(&answer.reply, Ok(true));
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Tries for a lease that is said to be free.
+    pub(crate) fn try_soon(&mut self, key: Key) {
         let due = self.spread();
-        if let Some(waiting) = self.waiting.get_mut(&Key::from_i64(key)) {
+        if let Some(waiting) = self.waiting.get_mut(&key) {
             waiting.due = Some(waiting.due.map_or(due, |sooner| sooner.min(due)));
         }
     }
 
-    /// Unlocks what was given back, in one statement.
-    pub(crate) fn serve_releases(&mut self) {
-        let (mine, stale): (Vec<_>, Vec<_>) =
-            std::mem::take(&mut self.inbox.releases).into_iter().partition(|release| {
-                let live = self.live.as_ref();
-                live.is_some_and(|live| Arc::ptr_eq(&live.life, &release.core.life))
-            });
-        // A lease of an earlier session is gone with it: nothing of the present one is touched.
-        for release in stale {
-            let lost = release.core.life.ended().unwrap_or(LostReason::SessionEnded);
-            self.released(release, Err(Error::Lost(lost)));
-        }
-        if !mine.is_empty() {
-            self.unlock(mine);
-        }
-    }
-
-    fn unlock(&mut self, releases: Vec<Release>) {
-        let Some(live) = &mut self.live else { return };
-        let keys: Vec<i64> = releases.iter().map(|release| release.core.key.as_i64()).collect();
-        let last = live.life.lease_count() <= keys.len();
-        let idle = live.idle.as_ref().filter(|_| last).map(|(_, idle)| idle.as_str());
-        let start = live.life.clock.now();
-        let outcome = live.session.unlock(&keys, idle);
-        let doubtful = match outcome {
-            Ok(missing) => Ok(missing),
-            Err(error) if live.session.is_broken() => Err(error),
-            // The unlock may have happened and only the notification failed: look.
-            Err(error) => live.session.ask(&keys).and_then(|still| {
-                self.setup.events.send(Event::TryFailed { error });
-                live.session.unlock_quietly(&still)
-            }),
-        };
-        match doubtful {
-            Ok(missing) => {
-                self.answered(start);
-                let in_doubt = !missing.is_empty();
-                for release in releases {
-                    let held = !missing.contains(&release.core.key.as_i64());
-                    self.released(release, if held { Ok(()) } else { Err(Error::NotHeld) });
-                }
-                if in_doubt {
-                    self.lose(LostReason::InDoubt, None);
-                }
-            }
-            Err(error) => {
-                for release in releases {
-                    self.released(release, Err(error.clone()));
-                }
-                self.lose(LostReason::InDoubt, Some(error));
-            }
-        }
-    }
-
-    /// Ends a lease's release: `Ok` if the server confirmed it.
-    fn released(&self, release: Release, outcome: Result<(), Error>) {
-        let Release { core, reply } = release;
-        let (name, key, pid) = (Arc::clone(&core.name), core.key, core.life.pid);
-        let event = match &outcome {
-            Ok(()) => Event::Released { name, key, pid, token: core.token },
-            Err(Error::NotHeld) => Event::ReleaseFailed { name, key, pid, error: None },
-            Err(error) => Event::ReleaseFailed { name, key, pid, error: Some(error.clone()) },
-        };
-        core.ended();
-        core.life.remove(core.key);
-        self.setup.events.send(event);
-        if let Some(reply) = reply {
-            self.reply(&reply, outcome);
+    fn hear_step_down(&mut self, key: Key, nonce: &str) {
+        let held = self.live.as_ref().and_then(|live| live.life.lease(key));
+        if let (Some(core), true) = (held, self.setup.options.allow_step_down) {
+            core.cancellation.cancel_with(CancelReason::StepDown);
+            self.inbox.heard_step_downs.push(nonce.to_owned());
         }
     }
 
     /// A statement that started at `start` was answered.
-    fn answered(&mut self, start: Tick) {
+    pub(crate) fn answered(&mut self, start: Tick) {
         if let Some(live) = &self.live {
             if !live.life.extend(start) {
                 self.lose(LostReason::NoAnswer, None);
@@ -129,7 +88,7 @@ impl Owner {
     }
 
     /// A statement failed. True if the session is still good.
-    fn survived(&mut self, error: &Error) -> bool {
+    pub(crate) fn survived(&mut self, error: &Error) -> bool {
         let broken = self.live.as_ref().is_none_or(|live| live.session.is_broken());
         if broken {
             let silent = matches!(error, Error::Timeout(_));
@@ -180,8 +139,9 @@ impl Owner {
     fn try_keys(&mut self, keys: &[i64], once: &mut HashMap<Key, Acquire>) {
         let Some(live) = &mut self.live else { return };
         let idle = live.idle.as_ref().map(|(held, _)| held.as_str());
+        let fences: Vec<i64> = keys.iter().map(|key| fence(Key::from_i64(*key))).collect();
         let start = live.life.clock.now();
-        match live.session.try_lock(keys, idle) {
+        match live.session.try_lock(keys, &fences, idle) {
             Ok(granted) => {
                 self.answered(start);
                 self.grant(keys, &granted, once);
@@ -233,15 +193,16 @@ impl Owner {
     }
 
     fn grant(&mut self, keys: &[i64], granted: &Granted, once: &mut HashMap<Key, Acquire>) {
-        for key in keys.iter().copied() {
-            let won = granted.keys.contains(&key).then_some(granted.token).flatten();
-            let key = Key::from_i64(key);
+        for value in keys {
+            let key = Key::from_i64(*value);
+            let won = granted.token.filter(|_| granted.keys.contains(value));
+            let fenced = granted.fenced.contains(value);
             match (won, once.remove(&key)) {
-                (Some(token), Some(acquire)) => self.begin_term(acquire, token),
+                (Some(token), Some(acquire)) => self.begin_term(acquire, token, fenced),
                 (None, Some(acquire)) => self.answer(&acquire, Answer::Refused),
                 (Some(token), None) => {
                     if let Some(waiting) = self.waiting.remove(&key) {
-                        self.begin_term(waiting.acquire, token);
+                        self.begin_term(waiting.acquire, token, fenced);
                     }
                 }
                 (None, None) => self.refuse(key),
@@ -251,6 +212,9 @@ impl Owner {
 
     /// Tells a standing wish, once, that it has to wait.
     fn refuse(&mut self, key: Key) {
+        if let Some(watch) = &self.setup.watch {
+            watch.refused();
+        }
         let Some(waiting) = self.waiting.get_mut(&key) else { return };
         *waiting.acquire.trouble.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = None;
         if !std::mem::replace(&mut waiting.told, true) {
@@ -261,7 +225,9 @@ impl Owner {
         }
     }
 
-    fn begin_term(&mut self, acquire: Acquire, token: crate::token::FencingToken) {
+    /// The lock is granted: puts the lease under its session's life, and starts the term unless the
+    /// fence is busy.
+    fn begin_term(&mut self, acquire: Acquire, token: FencingToken, fenced: bool) {
         let Some(live) = &self.live else {
             let lost = Error::Lost(LostReason::SessionEnded);
             return self.answer(&acquire, Answer::Failed(lost));
@@ -271,112 +237,30 @@ impl Owner {
         let cancellation = acquire.cancel.child_token();
         let core = Core::new(name, acquire.key, token, Arc::clone(&life), cancellation);
         let core = Arc::new(core);
-        let (name, key, pid) = (Arc::clone(&core.name), core.key, life.pid);
-        match life.register(Arc::clone(&core)) {
-            Some(first) => {
-                if first && self.setup.watchdog.send(Arc::clone(&life)).is_err() {
-                    log::error!(target: "leasehold", "the watchdog thread is gone");
-                }
-                self.setup.events.send(Event::Acquired { name, key, pid, token });
-                let held = Held::new(core, Arc::clone(&acquire.mailbox));
-                self.answer(&acquire, Answer::Granted(held));
-            }
-            None => {
-                let reason = life.ended().unwrap_or(LostReason::NoAnswer);
-                self.answer(&acquire, Answer::Failed(Error::Lost(reason)));
-            }
-        }
-    }
-
-    /// Answers those who ask about the server.
-    pub(crate) fn serve_questions(&mut self) {
-        for (reply, expires) in std::mem::take(&mut self.inbox.pings) {
-            if Instant::now() < expires {
-                let outcome = self.beat();
-                self.reply(&reply, outcome);
-            }
-        }
-        for (key, reply, expires) in std::mem::take(&mut self.inbox.holders) {
-            let Some(live) = &mut self.live else {
-                self.reply(&reply, Err(Error::Lost(LostReason::SessionEnded)));
-                continue;
-            };
-            if Instant::now() < expires {
-                let start = live.life.clock.now();
-                let outcome = live.session.holder(key.as_i64());
-                match &outcome {
-                    Ok(_) => self.answered(start),
-                    Err(error) => drop(self.survived(error)),
-                }
-                self.reply(&reply, outcome);
-            }
-        }
-    }
-
-    pub(crate) fn serve_heartbeat(&mut self) {
-        if self.heartbeat_is_due() {
-            if let Err(error) = self.beat() {
-                // An answer that says nothing about the leases: asked again until the deadline.
-                self.setup.events.send(Event::TryFailed { error });
-            }
-        }
-    }
-
-    /// Proves every lease, in one statement. An error of a session that is still good proves
-    /// nothing; anything that contradicts what we believe ends the session.
-    fn beat(&mut self) -> Result<(), Error> {
-        let Some(live) = &mut self.live else {
-            return Err(Error::Lost(LostReason::SessionEnded));
+        let Some(first) = life.register(Arc::clone(&core)) else {
+            let reason = life.ended().unwrap_or(LostReason::NoAnswer);
+            return self.answer(&acquire, Answer::Failed(Error::Lost(reason)));
         };
-        let keys = live.life.keys();
-        let start = live.life.clock.now();
-        let left = live.life.deadline().since(start);
-        live.session.end_by((!keys.is_empty()).then(|| Instant::now() + left));
-        let facts = live.session.facts;
-        let outcome = live.session.heartbeat(&keys);
-        live.session.end_by(None);
-        let verdict = match outcome {
-            Ok(Pulse { pid, .. }) if pid != facts.pid => Err(LostReason::SessionSwapped),
-            Ok(Pulse { standby: true, .. }) => Err(LostReason::Demoted),
-            Ok(Pulse { timeline, .. }) if timeline != facts.timeline => Err(LostReason::Demoted),
-            Ok(Pulse { missing, .. }) if !missing.is_empty() => Err(LostReason::NotOwner),
-            Ok(_) => Ok(()),
-            Err(error) => {
-                let good = self.survived(&error);
-                self.heartbeat_answered(good);
-                return Err(error);
-            }
-        };
-        self.heartbeat_answered(false);
-        match verdict {
-            Ok(()) => {
-                self.answered(start);
-                Ok(())
-            }
-            Err(reason) => {
-                self.lose(reason, None);
-                Err(match reason {
-                    LostReason::SessionSwapped => Error::TransactionPooling,
-                    LostReason::Demoted => Error::NotPrimary,
-                    reason => Error::Lost(reason),
-                })
-            }
+        if first && self.setup.watchdog.send(life).is_err() {
+            log::error!(target: "leasehold", "the watchdog thread is gone");
+        }
+        if fenced {
+            self.fences_at = Instant::now();
+            self.fenced.push(Fenced::new(acquire, core));
+        } else {
+            self.start_term(acquire, core);
         }
     }
 
-    /// At the end: gives back what guards still hold.
-    pub(crate) fn release_everything(&mut self) {
-        self.serve_releases();
-        let Some(live) = &self.live else { return };
-        let releases: Vec<Release> = live
-            .life
-            .leases()
-            .into_iter()
-            .filter(|core| core.begin_release())
-            .map(|core| Release { core, reply: None })
-            .collect();
-        if !releases.is_empty() {
-            self.unlock(releases);
-        }
+    /// Hands the lease out.
+    pub(crate) fn start_term(&self, acquire: Acquire, core: Arc<Core>) {
+        self.setup.events.send(Event::Acquired {
+            name: Arc::clone(&core.name),
+            key: core.key,
+            pid: core.life.pid(),
+            token: core.token,
+        });
+        let held = Held::new(core, Arc::clone(&acquire.mailbox));
+        self.answer(&acquire, Answer::Granted(held));
     }
 }

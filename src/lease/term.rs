@@ -84,12 +84,15 @@ fn supervise(core: &Arc<Core>, events: &Events, done: &Receiver<()>) {
         // Full means that it was told already.
         stop.try_send(()).unwrap_or_default();
     });
-    select! {
-        recv(done) -> _ => return,
-        recv(stopped) -> _ => {}
-    }
+    let returned = select! {
+        recv(done) -> _ => true,
+        recv(stopped) -> _ => false,
+    };
     if let Some(reason) = core.cancellation.reason() {
         events.send(Event::Stopping { name: Arc::clone(&core.name), key: core.key, reason });
+    }
+    if returned {
+        return;
     }
     let mut lost_at: Option<Instant> = None;
     loop {

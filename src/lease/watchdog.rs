@@ -20,26 +20,16 @@ const SLICE: Duration = Duration::from_millis(500);
 /// Parts of the time between a heartbeat's due and the loss after which it is called late.
 const LATE: [f64; 2] = [0.5, 0.8];
 
-/// When a heartbeat is due, and how long it may take.
-#[derive(Copy, Clone, Debug)]
-pub(crate) struct Pace {
-    pub(crate) heartbeat_interval: Duration,
-    pub(crate) query_timeout: Duration,
-}
-
 /// Starts the thread. It watches the life that it was sent last, and ends when the sender is
 /// dropped.
-pub(crate) fn start(
-    pace: Pace,
-    events: Events,
-) -> Result<(Sender<Arc<Life>>, JoinHandle<()>), Error> {
+pub(crate) fn start(events: Events) -> Result<(Sender<Arc<Life>>, JoinHandle<()>), Error> {
     let (sender, lives) = unbounded::<Arc<Life>>();
     let thread = Builder::new()
         .name("leasehold-clock".into())
         .spawn(move || {
             let mut next = lives.recv().ok();
             while let Some(life) = next {
-                next = watch(life.as_ref(), pace, &events, &lives);
+                next = watch(&life, &events, &lives);
             }
         })
         .map_err(|error| Error::Spawn(Arc::new(error)))?;
@@ -47,12 +37,8 @@ pub(crate) fn start(
 }
 
 /// Watches one life until it ends or has no lease. Gives the next one to watch.
-fn watch(
-    life: &Life,
-    pace: Pace,
-    events: &Events,
-    lives: &Receiver<Arc<Life>>,
-) -> Option<Arc<Life>> {
+fn watch(life: &Life, events: &Events, lives: &Receiver<Arc<Life>>) -> Option<Arc<Life>> {
+    let pace = life.pace;
     let mut warned = (life.last_good(), 0);
     while life.ended().is_none() && life.lease_count() > 0 {
         let last_good = life.last_good();
@@ -64,13 +50,13 @@ fn watch(
         if warned.1 < LATE.len() && silent >= late(warned.1) {
             let overdue = silent.saturating_sub(pace.heartbeat_interval);
             let used = overdue.as_secs_f64() / pace.query_timeout.as_secs_f64();
-            events.send(Event::Late { pid: life.pid, used: used.min(1.0) });
+            events.send(Event::Late { pid: life.pid(), used: used.min(1.0) });
             warned.1 += 1;
         }
         if life.end_if_passed() {
             break;
         }
-        let end = pace.heartbeat_interval + pace.query_timeout;
+        let end = pace.window();
         let next = if warned.1 < LATE.len() { late(warned.1) } else { end };
         let wait = next.saturating_sub(silent).clamp(Duration::from_millis(1), SLICE);
         match lives.recv_timeout(wait) {

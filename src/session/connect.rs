@@ -1,23 +1,15 @@
 //! Opens a session that is fit to hold locks, or says why there is none.
-//!
-//! # The proof
-//!
-//! A transaction pooler answers everything and keeps nothing: its next statement may run in another
-//! server session, and a lock taken through it stays behind. So before a session is used, a second
-//! connection pins a server session in a transaction while the first is idle. If both see one
-//! backend, or the first is moved to another, or a lock that the first holds is granted to the
-//! second, or cannot be given back, then sessions are not kept. Nothing that outlives a transaction
-//! is set on the first connection before that.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use postgres::config::{Host, SslMode, SslNegotiation};
 use postgres::tls::{MakeTlsConnect, TlsConnect};
-use postgres::types::Type;
+use postgres::types::{ToSql, Type};
 use postgres::{Client, Config, NoTls, Socket};
 
-use super::statements::{self, Sql};
+use super::proof::{Verdict, prove_apart};
+use super::statements;
 use super::tls::{Guarded, Security};
 use super::transport::Guard;
 use super::{Facts, Session, get, one, timeline};
@@ -25,9 +17,8 @@ use crate::error::{Error, Timeout};
 
 /// The oldest server that has what tokens are made of: PostgreSQL 13.
 const OLDEST_SERVER: i32 = 130_000;
-/// How often the first connection is asked who it is while the second pins its session. A busy pool
-/// may hand out the same server session a few times in a row.
-const PROOF_ROUNDS: usize = 6;
+/// How often the server looks whether the client of a waiting statement is still there.
+const CONNECTION_CHECK: Duration = Duration::from_secs(1);
 /// How long our own notification may take before standbys fall back to polling.
 const NOTIFY_BOUND: Duration = Duration::from_secs(1);
 
@@ -41,6 +32,10 @@ pub(crate) struct SessionOptions {
     /// The same for the server's TCP layer.
     pub(crate) vanished_after: Duration,
     pub(crate) application_name: Option<String>,
+    /// How long a statement may wait for a lock in the server; `None` for sessions that never wait.
+    pub(crate) lock_timeout: Option<Duration>,
+    /// Whether releases are to be heard of.
+    pub(crate) listen: bool,
 }
 
 /// What opening a session found out, for the log.
@@ -58,7 +53,7 @@ type Dial = Box<dyn Fn() -> Result<Dialled, Error> + Send + Sync>;
 /// Opens sessions to one configured database. The user's TLS type ends here.
 pub(crate) struct Connector {
     dial: Dial,
-    options: SessionOptions,
+    pub(super) options: SessionOptions,
 }
 
 impl std::fmt::Debug for Connector {
@@ -129,7 +124,7 @@ impl Connector {
     }
 
     /// What times out while a session is being opened is the opening.
-    fn as_connect_timeout(&self, error: Error) -> Error {
+    pub(super) fn as_connect_timeout(&self, error: Error) -> Error {
         match error {
             Error::Timeout(_) => Error::Timeout(Timeout::Connect(self.options.query_timeout)),
             other => other,
@@ -137,7 +132,7 @@ impl Connector {
     }
 
     /// Connects and learns who answers. Refuses standbys and servers that are too old.
-    fn hello(&self, end_by: Instant) -> Result<Session, Error> {
+    pub(super) fn hello(&self, end_by: Instant) -> Result<Session, Error> {
         let (client, guard) = (self.dial)().map_err(|error| self.as_connect_timeout(error))?;
         let mut session = Session::new(client, guard, self.options.query_timeout);
         session.end_by(Some(end_by));
@@ -162,18 +157,32 @@ impl Connector {
         }
     }
 
-    /// Proves that the endpoint keeps sessions apart; see the head of this file.
+    /// Proves that the endpoint keeps sessions apart.
     fn prove(&self, session: &mut Session, end_by: Instant) -> Result<(), Error> {
-        let mut second = self.hello(end_by)?;
-        let verdict = prove_apart(session, &mut second);
-        second.close();
-        verdict
+        for _ in 0..2 {
+            let mut second = self.hello(end_by)?;
+            let verdict = prove_apart(session, &mut second);
+            if second.is_broken() {
+                second.abandon()
+            } else {
+                second.close()
+            }
+            match verdict? {
+                Verdict::Kept => return Ok(()),
+                Verdict::Swapped => return Err(Error::TransactionPooling),
+                Verdict::NoTransactions => {}
+            }
+        }
+        Err(Error::TransactionPooling)
     }
 
     fn set_up(&self, session: &mut Session) -> Result<Findings, Error> {
-        let wanted = settings(&self.options);
-        let findings = apply(session, &wanted)?;
-        session.notify_works = hear_myself(session)?;
+        let mut findings = apply(session, &settings(&self.options))?;
+        findings.missing.extend(check_connections(session)?);
+        if self.options.listen {
+            session.facts.beacon = light_beacon(session)?;
+            session.notify_works = hear_myself(session)?;
+        }
         Ok(findings)
     }
 }
@@ -258,59 +267,24 @@ fn read_facts(session: &mut Session) -> Result<Facts, Error> {
         database: get(sql, row, 2)?,
         standby: get(sql, row, 3)?,
         timeline: timeline(sql, get(sql, row, 4)?)?,
+        server_start: get(sql, row, 5)?,
+        beacon: 0,
     })
 }
 
-fn prove_apart(first: &mut Session, second: &mut Session) -> Result<(), Error> {
-    let swapped = || Err(Error::TransactionPooling);
-    if let Err(error) = second.simple(statements::PIN) {
-        // A pooler in statement mode refuses transactions, and ends the connection.
-        let pooler = error.sqlstate().is_some_and(|state| state.code().starts_with("08"));
-        return if pooler { swapped() } else { Err(error) };
-    }
-    if ask_pid(second)? == first.facts.pid {
-        return swapped();
-    }
-    for _ in 0..PROOF_ROUNDS {
-        if ask_pid(first)? != first.facts.pid {
-            return swapped();
-        }
-    }
-    // An endpoint may keep sessions and still have lock functions that do nothing.
-    let key = fastrand::i64(..);
-    if !ask_bool(first, statements::PROBE_LOCK, key)? {
-        return Err(Error::Protocol(statements::PROBE_LOCK.name));
-    }
-    let shared = ask_bool(second, statements::PROBE_SCOPED, key)?;
-    let returned = ask_bool(first, statements::PROBE_UNLOCK, key)?;
-    if shared || !returned || ask_pid(first)? != first.facts.pid {
-        return swapped();
-    }
-    Ok(())
-}
-
-fn ask_pid(session: &mut Session) -> Result<i32, Error> {
-    let rows = session.query_once(statements::PID, &[])?;
-    get(statements::PID, one(statements::PID, &rows)?, 0)
-}
-
-fn ask_bool(session: &mut Session, sql: Sql, key: i64) -> Result<bool, Error> {
-    let rows = session.query_once(sql, &[(&key, Type::INT8)])?;
-    get(sql, one(sql, &rows)?, 0)
-}
-
-type Setting = (&'static str, String);
+pub(super) type Setting = (&'static str, String);
 
 /// Every setting that our sessions depend on, so that no configuration of the server or the role
 /// can end or bend them.
-fn settings(options: &SessionOptions) -> Vec<Setting> {
+pub(super) fn settings(options: &SessionOptions) -> Vec<Setting> {
     let millis = |d: Duration| d.as_millis().max(1).to_string();
-    let seconds = |d: Duration| d.as_secs().max(1).to_string();
+    // Rounded up: the server's TCP must not give up before the holder's own deadline.
+    let seconds = |d: Duration| d.as_millis().div_ceil(1000).max(1).to_string();
     let vanished = options.vanished_after;
     let mut settings = vec![
         ("search_path", "pg_catalog, pg_temp".into()),
         ("statement_timeout", millis(options.query_timeout)),
-        ("lock_timeout", "0".into()),
+        ("lock_timeout", options.lock_timeout.map_or("0".into(), millis)),
         ("transaction_timeout", "0".into()),
         ("idle_in_transaction_session_timeout", "0".into()),
         ("default_transaction_isolation", "read committed".into()),
@@ -337,7 +311,7 @@ const LIMITS: [&str; 5] = [
     "idle_session_timeout",
 ];
 
-fn apply(session: &mut Session, wanted: &[Setting]) -> Result<Findings, Error> {
+pub(super) fn apply(session: &mut Session, wanted: &[Setting]) -> Result<Findings, Error> {
     let sql = statements::SETTINGS;
     let names: Vec<&str> = wanted.iter().map(|(name, _)| *name).collect();
     let values: Vec<&str> = wanted.iter().map(|(_, value)| value.as_str()).collect();
@@ -358,6 +332,33 @@ fn apply(session: &mut Session, wanted: &[Setting]) -> Result<Findings, Error> {
     Ok(findings)
 }
 
+/// Lets the server notice while a statement waits that its client is gone, where it can; gives the
+/// setting's name if it cannot. Servers on some systems refuse every value.
+fn check_connections(session: &mut Session) -> Result<Option<&'static str>, Error> {
+    const SETTING: &str = "client_connection_check_interval";
+    match apply(session, &[(SETTING, CONNECTION_CHECK.as_millis().to_string())]) {
+        Ok(findings) if findings.missing.is_empty() => Ok(None),
+        Ok(_) => Ok(Some(SETTING)),
+        Err(_) if !session.is_broken() => Ok(Some(SETTING)),
+        Err(error) => Err(error),
+    }
+}
+
+/// Takes a beacon that nobody has.
+fn light_beacon(session: &mut Session) -> Result<i32, Error> {
+    let sql = statements::BEACON;
+    for _ in 0..16 {
+        let beacon = fastrand::i32(..);
+        let params: [(&(dyn ToSql + Sync), Type); 2] =
+            [(&super::BEACON_CLASS, Type::INT4), (&beacon, Type::INT4)];
+        let rows = session.query_once(sql, &params)?;
+        if get(sql, one(sql, &rows)?, 0)? {
+            return Ok(beacon);
+        }
+    }
+    Err(Error::Protocol(sql.name))
+}
+
 /// Subscribes, sends itself a message and waits for it: `LISTEN` through some proxies is accepted
 /// and delivers nothing.
 fn hear_myself(session: &mut Session) -> Result<bool, Error> {
@@ -375,3 +376,7 @@ fn hear_myself(session: &mut Session) -> Result<bool, Error> {
         }
     }
 }
+
+#[cfg(test)]
+#[cfg(not(leasehold_loom))]
+mod tests;

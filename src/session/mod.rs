@@ -5,16 +5,23 @@
 //! [`Session::end_by`]; after a time-out the session is [broken](Session::is_broken) for good.
 
 pub(crate) mod connect;
+pub(crate) mod foreign;
+pub(crate) mod lock_statements;
+mod patient;
+pub(crate) mod pinned;
+pub(crate) mod pool;
+mod proof;
+pub(crate) mod shelf;
 pub(crate) mod statements;
 pub(crate) mod tls;
 pub(crate) mod transport;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
-use postgres::error::SqlState;
+use postgres::error::{Severity, SqlState};
 use postgres::fallible_iterator::FallibleIterator;
 use postgres::types::ToSql;
 use postgres::{Client, Row, Statement};
@@ -27,14 +34,21 @@ use transport::{Guard, WAKE_CHANNEL};
 /// How long closing in good order may take, on a server that answers.
 const CLOSE_BOUND: Duration = Duration::from_secs(1);
 
-/// Who is at the other end.
-#[derive(Copy, Clone, Debug, PartialEq, Eq)]
+/// The class of beacons among advisory locks with two keys: the bytes of `beac`.
+pub(crate) const BEACON_CLASS: i32 = i32::from_be_bytes(*b"beac");
+
+/// Who is at the other end, and who we are to it.
+#[derive(Copy, Clone, Debug, Default, PartialEq)]
 pub(crate) struct Facts {
     pub(crate) pid: i32,
     pub(crate) version: i32,
     pub(crate) database: u32,
     pub(crate) standby: bool,
     pub(crate) timeline: u32,
+    /// When the server was started, in seconds of the epoch: no two servers have the same.
+    pub(crate) server_start: f64,
+    /// The second key of this session's beacon: tells it from a later one with the same pid.
+    pub(crate) beacon: i32,
 }
 
 /// What a heartbeat says.
@@ -47,9 +61,11 @@ pub(crate) struct Pulse {
 }
 
 /// Which keys were granted, and under which token.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Granted {
-    pub(crate) keys: Vec<i64>,
+    pub(crate) keys: HashSet<i64>,
+    /// Those whose fence is busy: a guarded transaction of an earlier term is open.
+    pub(crate) fenced: HashSet<i64>,
     pub(crate) token: Option<FencingToken>,
 }
 
@@ -70,16 +86,17 @@ pub(crate) struct Session {
     prepared: HashMap<&'static str, Statement>,
     query_timeout: Duration,
     end_by: Option<Instant>,
+    /// A statement failed in a way that only a dead connection fails.
+    dead: bool,
     pub(crate) facts: Facts,
     pub(crate) notify_works: bool,
 }
 
 impl Session {
     fn new(client: Client, guard: Option<Arc<Guard>>, query_timeout: Duration) -> Session {
-        let facts = Facts { pid: 0, version: 0, database: 0, standby: false, timeline: 0 };
         let prepared = HashMap::new();
-        let (end_by, notify_works) = (None, false);
-        Session { client, guard, prepared, query_timeout, end_by, facts, notify_works }
+        let (end_by, notify_works, facts) = (None, false, Facts::default());
+        Session { client, guard, prepared, query_timeout, end_by, dead: false, facts, notify_works }
     }
 
     /// What wakes a thread parked in [`Session::park`].
@@ -94,7 +111,18 @@ impl Session {
 
     /// True once the session cannot be used any more.
     pub(crate) fn is_broken(&self) -> bool {
-        self.client.is_closed() || self.guard.as_ref().is_some_and(|guard| guard.is_dead())
+        let killed = self.guard.as_ref().is_some_and(|guard| guard.is_dead());
+        self.dead || killed || self.client.is_closed()
+    }
+
+    /// Notes what a failure says of the connection: an error that the server did not send, or one
+    /// with which it ended the session, is the end of it.
+    fn failed(&mut self, error: &postgres::Error) {
+        self.dead |= error.as_db_error().is_none_or(|error| {
+            // Poolers send the severity as text only.
+            matches!(error.parsed_severity(), Some(Severity::Fatal | Severity::Panic))
+                || matches!(error.severity(), "FATAL" | "PANIC")
+        });
     }
 
     fn bounded<R>(
@@ -114,6 +142,7 @@ impl Session {
             guard.is_dead()
         });
         result.map_err(|source| {
+            self.failed(&source);
             if dead {
                 Error::Timeout(Timeout::Query(sql.name, start.elapsed()))
             } else if source.code() == Some(&SqlState::OUT_OF_MEMORY) {
@@ -152,22 +181,71 @@ impl Session {
         self.bounded(sql, |session| session.client.batch_execute(sql.text))
     }
 
-    /// Tries for `keys`. After an error any of them may be locked: [ask](Session::ask).
+    /// Tries for `keys`, and for the fence of each that is granted. After an error any of them may
+    /// be locked: [ask](Session::ask).
     pub(crate) fn try_lock(
         &mut self,
         keys: &[i64],
+        fences: &[i64],
         idle_timeout: Option<&str>,
     ) -> Result<Granted, Error> {
         let sql = statements::TRY_LOCK;
-        let rows = self.query(sql, &[&keys, &idle_timeout])?;
+        let rows = self.query(sql, &[&keys, &fences, &idle_timeout])?;
         let row = one(sql, &rows)?;
         let Some(keys) = get::<Option<Vec<i64>>>(sql, row, 0)? else {
-            return Ok(Granted { keys: Vec::new(), token: None });
+            return Ok(Granted::default());
         };
         let xid = get::<String>(sql, row, 1)?.parse().map_err(|_| Error::Protocol(sql.name))?;
         let timeline = timeline(sql, Some(get(sql, row, 2)?))?;
         let token = FencingToken::new(timeline, xid).ok_or(Error::TokenExhausted)?;
-        Ok(Granted { keys, token: Some(token) })
+        let fenced = get::<Vec<i64>>(sql, row, 4)?.into_iter().collect();
+        Ok(Granted { keys: keys.into_iter().collect(), fenced, token: Some(token) })
+    }
+
+    /// Which of `fences` are still busy, and by which backends.
+    pub(crate) fn busy_fences(&mut self, fences: &[i64]) -> Result<Vec<(i64, Vec<i32>)>, Error> {
+        let sql = statements::TRY_FENCES;
+        let database = self.facts.database;
+        let rows = self.query(sql, &[&fences, &database])?;
+        rows.iter().map(|row| Ok((get(sql, row, 0)?, get(sql, row, 1)?))).collect()
+    }
+
+    /// Sends a message to every session that listens.
+    pub(crate) fn notify(&mut self, message: &str) -> Result<(), Error> {
+        self.query(statements::NOTIFY, &[&message]).map(drop)
+    }
+
+    /// Ends the backends `pids`.
+    pub(crate) fn terminate(&mut self, pids: &[i32]) -> Result<(), Error> {
+        self.query(statements::TERMINATE, &[&pids]).map(drop)
+    }
+
+    /// Which sessions hold `keys`: key, pid, and the session's beacon if it has one.
+    pub(crate) fn holders(&mut self, keys: &[i64]) -> Result<Vec<(i64, i32, Option<i32>)>, Error> {
+        let sql = statements::HOLDERS;
+        let (database, class) = (self.facts.database, BEACON_CLASS.unsigned_abs());
+        let rows = self.query(sql, &[&keys, &database, &class])?;
+        rows.iter()
+            .map(|row| {
+                let beacon: Option<u32> = get(sql, row, 2)?;
+                let beacon = beacon.map(|half| i32::from_ne_bytes(half.to_ne_bytes()));
+                Ok((get(sql, row, 0)?, get(sql, row, 1)?, beacon))
+            })
+            .collect()
+    }
+
+    /// Waits until the session with this beacon has ended; false if it had not within the session's
+    /// `lock_timeout`.
+    pub(crate) fn watch(&mut self, beacon: i32) -> Result<bool, Error> {
+        let outcome = self.query(statements::WATCH, &[&BEACON_CLASS, &beacon]);
+        // After an error the lock may be held all the same; it is on no account kept.
+        let timed_out = match &outcome {
+            Ok(_) => false,
+            Err(error) if error.sqlstate() == Some(&SqlState::LOCK_NOT_AVAILABLE) => true,
+            Err(_) => return outcome.map(|_| false),
+        };
+        self.query(statements::UNWATCH, &[&BEACON_CLASS, &beacon])?;
+        Ok(!timed_out)
     }
 
     /// Unlocks `keys` and tells the standbys; gives the keys that were not held.
@@ -248,7 +326,11 @@ impl Session {
             }
             Ok(())
         })();
-        result.map_err(|source| Error::Query { statement: sql.name, source: Arc::new(source) })?;
+        drop(notifications);
+        result.map_err(|source| {
+            self.failed(&source);
+            Error::Query { statement: sql.name, source: Arc::new(source) }
+        })?;
         Ok(heard)
     }
 

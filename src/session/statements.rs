@@ -11,7 +11,8 @@ pub(crate) struct Sql {
     pub(crate) text: &'static str,
 }
 
-/// Who answers: backend pid, version, database, whether it is a standby, its timeline.
+/// Who answers: backend pid, version, database, whether it is a standby, its timeline, and when the
+/// server was started, which tells it from every other.
 ///
 /// The timeline is the first 8 hex digits of the current WAL file's name; `pg_control_checkpoint`
 /// would lag behind a promotion.
@@ -23,7 +24,8 @@ SELECT pg_catalog.pg_backend_pid(), \
   (SELECT d.oid FROM pg_catalog.pg_database d WHERE d.datname = pg_catalog.current_database()), \
   pg_catalog.pg_is_in_recovery(), \
   CASE WHEN NOT pg_catalog.pg_is_in_recovery() THEN pg_catalog.substr( \
-    pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_lsn()), 1, 8) END",
+    pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_lsn()), 1, 8) END, \
+  pg_catalog.date_part('epoch', pg_catalog.pg_postmaster_start_time())",
 };
 
 /// Which backend runs this statement.
@@ -76,12 +78,14 @@ pub(crate) const NOTIFY: Sql = Sql {
     text: "/* leasehold notify */ SELECT pg_catalog.pg_notify('leasehold', $1)",
 };
 
-/// Tries for the keys `$1`, and takes a token if any was granted.
+/// Tries for the keys `$1`, and takes a token if any was granted; then tries, for each key that was
+/// granted, for its fence, from `$2`, and tells the keys whose fence is busy.
 ///
 /// The inner query tries all keys before the outer one is evaluated, so the transaction id is
 /// assigned after the last grant: tokens of one key grow. `pg_logical_emit_message` gives the
 /// transaction something to flush, without which a crash of the server would let its id be used
-/// again. `$2` replaces the session's idle time-out while leases are held, if not null.
+/// again. A fence is busy while a guarded transaction of an earlier term is open. `$3` replaces the
+/// session's idle time-out while leases are held, if not null.
 pub(crate) const TRY_LOCK: Sql = Sql {
     name: "try_lock",
     text: "/* leasehold try_lock */ \
@@ -91,11 +95,100 @@ SELECT t.granted, \
     pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_lsn()), 1, 8) END, \
   CASE WHEN t.granted IS NOT NULL THEN \
     pg_catalog.pg_logical_emit_message(true, 'leasehold', '')::pg_catalog.text END, \
-  CASE WHEN t.granted IS NOT NULL AND $2::pg_catalog.text IS NOT NULL THEN \
-    pg_catalog.set_config('idle_session_timeout', $2, false) END \
+  CASE WHEN t.granted IS NOT NULL THEN ARRAY( \
+    SELECT p.key FROM ROWS FROM (pg_catalog.unnest($1), \
+      pg_catalog.unnest($2::pg_catalog.int8[])) AS p (key, fence) \
+    WHERE CASE WHEN p.key = ANY (t.granted) \
+      THEN NOT pg_catalog.pg_try_advisory_xact_lock(p.fence) ELSE false END) END, \
+  CASE WHEN t.granted IS NOT NULL AND $3::pg_catalog.text IS NOT NULL THEN \
+    pg_catalog.set_config('idle_session_timeout', $3, false) END \
 FROM (SELECT pg_catalog.array_agg(l.key) FILTER (WHERE l.locked) AS granted \
       FROM (SELECT k.key, pg_catalog.pg_try_advisory_lock(k.key) AS locked \
             FROM pg_catalog.unnest($1::pg_catalog.int8[]) AS k (key) OFFSET 0) l) t",
+};
+
+/// Tries for the fences `$1`, for the length of the statement; tells those that are busy, and which
+/// backends of database `$2` keep them so.
+pub(crate) const TRY_FENCES: Sql = Sql {
+    name: "try_fences",
+    text: "/* leasehold try_fences */ \
+SELECT f.fence, ARRAY( \
+    SELECT l.pid FROM pg_catalog.pg_locks l \
+    WHERE l.locktype = 'advisory' AND l.database = $2 AND l.objsubid = 1 AND l.granted \
+      AND ((l.classid::pg_catalog.int8 << 32) | l.objid::pg_catalog.int8) = f.fence) \
+FROM (SELECT k.fence, pg_catalog.pg_try_advisory_xact_lock(k.fence) AS free \
+      FROM pg_catalog.unnest($1::pg_catalog.int8[]) AS k (fence) OFFSET 0) f \
+WHERE NOT f.free",
+};
+
+/// Ends the backends `$1`, whose guarded transactions keep a new term from starting.
+pub(crate) const TERMINATE: Sql = Sql {
+    name: "terminate",
+    text: "/* leasehold terminate */ \
+SELECT pg_catalog.pg_terminate_backend(p.pid) \
+FROM pg_catalog.unnest($1::pg_catalog.int4[]) AS p (pid)",
+};
+
+/// Takes the session's beacon: a lock that says who this session is, and whose release says that it
+/// ended. `$1` is the class of all beacons.
+pub(crate) const BEACON: Sql = Sql {
+    name: "beacon",
+    text: "/* leasehold beacon */ SELECT pg_catalog.pg_try_advisory_lock($1, $2)",
+};
+
+/// In a guarded transaction of the caller's: takes its side of the fence `$1`, and limits for how
+/// long it may sit idle, to `$2` milliseconds. False if a new term is being started. Also whether
+/// the transaction cannot write, and which server it is on.
+pub(crate) const GUARD: Sql = Sql {
+    name: "guard",
+    text: "/* leasehold guard */ \
+SELECT pg_catalog.pg_try_advisory_xact_lock_shared($1), \
+  pg_catalog.current_setting('transaction_read_only') = 'on', \
+  pg_catalog.date_part('epoch', pg_catalog.pg_postmaster_start_time()), \
+  (SELECT CASE WHEN s.setting = '0' OR s.setting::pg_catalog.int8 > $2 \
+     THEN pg_catalog.set_config(s.name, $2::pg_catalog.text, true) END \
+   FROM pg_catalog.pg_settings s WHERE s.name = 'idle_in_transaction_session_timeout')",
+};
+
+/// In a guarded transaction, after [`GUARD`]: whether the session with pid `$1` and beacon `$2`,
+/// `$3` exists, in which database, and whether it holds the key with the halves `$4` and `$5` in
+/// this one.
+pub(crate) const GUARD_CHECK: Sql = Sql {
+    name: "guard_check",
+    text: "/* leasehold guard_check */ \
+SELECT pg_catalog.bool_or(l.objsubid = 2 AND l.classid = $2 AND l.objid = $3 AND l.database = d.oid), \
+  pg_catalog.bool_or(l.objsubid = 2 AND l.classid = $2 AND l.objid = $3), \
+  pg_catalog.bool_or(l.objsubid = 1 AND l.classid = $4 AND l.objid = $5 AND l.database = d.oid \
+    AND l.mode = 'ExclusiveLock') \
+FROM pg_catalog.pg_locks l, pg_catalog.pg_database d \
+WHERE d.datname = pg_catalog.current_database() \
+  AND l.locktype = 'advisory' AND l.granted AND l.pid = $1",
+};
+
+/// Which sessions hold the keys `$1` in database `$2`: the key, the pid, and the low half of the
+/// session's beacon in class `$3`, or null if it has none.
+pub(crate) const HOLDERS: Sql = Sql {
+    name: "holders",
+    text: "/* leasehold holders */ \
+SELECT h.key, h.pid, b.objid \
+FROM (SELECT (l.classid::pg_catalog.int8 << 32) | l.objid::pg_catalog.int8 AS key, l.pid \
+      FROM pg_catalog.pg_locks l \
+      WHERE l.locktype = 'advisory' AND l.database = $2 AND l.objsubid = 1 AND l.granted) h \
+LEFT JOIN pg_catalog.pg_locks b ON b.pid = h.pid AND b.locktype = 'advisory' \
+  AND b.database = $2 AND b.objsubid = 2 AND b.classid = $3 AND b.granted AND b.mode = 'ExclusiveLock' \
+WHERE h.key = ANY ($1::pg_catalog.int8[])",
+};
+
+/// Waits, in a session with a `lock_timeout`, until the session with beacon `$1`, `$2` has ended.
+pub(crate) const WATCH: Sql = Sql {
+    name: "watch",
+    text: "/* leasehold watch */ SELECT pg_catalog.pg_advisory_lock_shared($1, $2)::pg_catalog.text",
+};
+
+/// Gives the beacon `$1`, `$2` back after [`WATCH`], also after an error: it may be held.
+pub(crate) const UNWATCH: Sql = Sql {
+    name: "unwatch",
+    text: "/* leasehold unwatch */ SELECT pg_catalog.pg_advisory_unlock_shared($1, $2)",
 };
 
 /// Unlocks the keys `$1` and tells the standbys, in one statement: a standby that hears of it finds

@@ -136,9 +136,11 @@ where
     fn connect(self, socket: Socket) -> Self::Future {
         let GuardedConnect { tls, security, guard, deadline } = self;
         Box::pin(async move {
-            let inner = tokio::time::timeout_at(deadline, secure(tls, security, socket))
-                .await
-                .map_err(|_| expired())??;
+            let secured = tokio::time::timeout_at(deadline, secure(tls, security, socket)).await;
+            let inner = secured.map_err(|_| {
+                guard.kill();
+                expired()
+            })??;
             Ok(GuardedStream::new(inner, guard))
         })
     }

@@ -141,13 +141,15 @@ pub(crate) struct GuardedStream<S> {
     inner: S,
     guard: Arc<Guard>,
     framing: Framing,
+    /// How much of a wake-up message has been read; 0 if none is being read.
+    waking: usize,
     timer: Option<(Instant, Pin<Box<Sleep>>)>,
 }
 
 impl<S> GuardedStream<S> {
     /// `inner`, at the start of a server message.
     pub(crate) fn new(inner: S, guard: Arc<Guard>) -> GuardedStream<S> {
-        GuardedStream { inner, guard, framing: Framing::default(), timer: None }
+        GuardedStream { inner, guard, framing: Framing::default(), waking: 0, timer: None }
     }
 
     /// Fails if the guard is dead or its deadline has passed; otherwise sees to it that the task is
@@ -178,16 +180,21 @@ impl<S> GuardedStream<S> {
         Ok(())
     }
 
-    /// Writes the wake-up message into `buf` if one is due here.
+    /// Writes the wake-up message into `buf` if one is due here; as much of it as fits, since the
+    /// driver may have room for a few bytes only, and the rest with the next read.
     fn slip_in_wake(&mut self, buf: &mut ReadBuf<'_>) -> bool {
-        if !self.framing.between_messages() || buf.remaining() < WAKE_MESSAGE.len() {
-            return false;
+        if self.waking == 0 {
+            let due =
+                self.framing.between_messages() && std::mem::take(&mut self.guard.lock().wake);
+            if !due {
+                return false;
+            }
         }
-        let due = std::mem::take(&mut self.guard.lock().wake);
-        if due {
-            buf.put_slice(WAKE_MESSAGE);
-        }
-        due
+        let rest = &WAKE_MESSAGE[self.waking..];
+        let n = rest.len().min(buf.remaining());
+        buf.put_slice(&rest[..n]);
+        self.waking = (self.waking + n) % WAKE_MESSAGE.len();
+        n > 0
     }
 }
 
@@ -263,5 +270,49 @@ mod tests {
         framing.advance(WAKE_MESSAGE);
         assert!(framing.between_messages());
         assert_eq!(&WAKE_MESSAGE[9..WAKE_MESSAGE.len() - 2], WAKE_CHANNEL.as_bytes());
+    }
+
+    /// A stream that has a server message and a half to read, and then nothing.
+    struct Half(&'static [u8]);
+
+    impl AsyncRead for Half {
+        fn poll_read(
+            mut self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+            buf: &mut ReadBuf<'_>,
+        ) -> Poll<io::Result<()>> {
+            if self.0.is_empty() {
+                return Poll::Pending;
+            }
+            let (now, later) = self.0.split_at(self.0.len().min(buf.remaining()));
+            buf.put_slice(now);
+            self.0 = later;
+            Poll::Ready(Ok(()))
+        }
+    }
+
+    #[test]
+    fn a_wake_up_comes_between_messages_and_whole_however_little_room_there_is() {
+        for room in 1..=40 {
+            let guard = Arc::new(Guard::default());
+            let mut stream = GuardedStream::new(Half(&MESSAGES[..14]), Arc::clone(&guard));
+            let mut context = Context::from_waker(Waker::noop());
+            let mut read = Vec::new();
+            let mut poll = |stream: &mut GuardedStream<Half>| {
+                let mut bytes = vec![0; room];
+                let mut buf = ReadBuf::new(&mut bytes);
+                let ready = Pin::new(stream).poll_read(&mut context, &mut buf).is_ready();
+                read.extend_from_slice(buf.filled());
+                ready
+            };
+            poll(&mut stream);
+            guard.wake();
+            while poll(&mut stream) {}
+            let at = read.windows(WAKE_MESSAGE.len()).position(|bytes| bytes == WAKE_MESSAGE);
+            let at = at.unwrap_or_else(|| panic!("not woken with room for {room}: {read:?}"));
+            assert!([0, 9, 14].contains(&at), "at {at} with room for {room}");
+            read.drain(at..at + WAKE_MESSAGE.len());
+            assert_eq!(read, &MESSAGES[..14]);
+        }
     }
 }
