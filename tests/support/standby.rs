@@ -1,0 +1,67 @@
+//! Hot standbys, made with the server's own functions: `pg_basebackup` of one version does not work
+//! with every other, and is not part of every package.
+
+use std::fs;
+use std::os::unix::fs::chown;
+use std::path::Path;
+
+use leasehold::postgres::SimpleQueryMessage;
+
+use super::Server;
+use super::server::{account, command_as_account, folder};
+
+impl Server {
+    /// A hot standby that streams from this server.
+    pub fn standby(&self) -> Server {
+        let folder = folder();
+        let mut client = self.client();
+        let version: i32 = client
+            .query_one("SELECT current_setting('server_version_num')::int4", &[])
+            .unwrap()
+            .get(0);
+        let [begin, end] = if version >= 150_000 {
+            [
+                "SELECT pg_backup_start('standby', true)",
+                "SELECT labelfile FROM pg_backup_stop(false)",
+            ]
+        } else {
+            [
+                "SELECT pg_start_backup('standby', true, false)",
+                "SELECT labelfile FROM pg_stop_backup(false, false)",
+            ]
+        };
+        client.batch_execute(begin).unwrap();
+        let out = command_as_account(Path::new("cp"))
+            .arg("-a")
+            .args([&self.data(), folder.path()])
+            .output()
+            .unwrap();
+        // Files may come and go while a server is copied; its log makes up for it.
+        let error = String::from_utf8_lossy(&out.stderr);
+        let vanished = |line: &str| line.contains("No such file or directory");
+        assert!(out.status.success() || error.lines().all(vanished), "cp: {error}");
+        let answer = client.simple_query(end).unwrap();
+        let label = answer.iter().find_map(|message| match message {
+            SimpleQueryMessage::Row(row) => row.get(0),
+            _ => None,
+        });
+        let data = folder.path().join("data");
+        fs::remove_file(data.join("postmaster.pid")).unwrap_or_default();
+        for (name, text) in [("backup_label", label.unwrap()), ("standby.signal", "")] {
+            fs::write(data.join(name), text).unwrap();
+            if let Some((uid, gid)) = account() {
+                chown(data.join(name), Some(uid), Some(gid)).unwrap();
+            }
+        }
+        Server::builder()
+            .conf("primary_conninfo", &format!("host=127.0.0.1 port={} user=postgres", self.port()))
+            .start_in(folder)
+    }
+
+    /// Makes a standby the primary of a new timeline.
+    pub fn promote(&self) {
+        let done: bool =
+            self.client().query_one("SELECT pg_promote(true, 30)", &[]).unwrap().get(0);
+        assert!(done, "not promoted");
+    }
+}
