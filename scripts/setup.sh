@@ -52,6 +52,15 @@ need() {
     missing "$1" "install it (Debian: apt-get install $2)"
 }
 
+# Headers and tools of OpenSSL, for the tests of TLS.
+need_openssl() {
+    need openssl openssl
+    need pkg-config pkg-config
+    pkg-config --exists openssl && return
+    install_packages libssl-dev && pkg-config --exists openssl && return
+    missing "OpenSSL's headers" "install them (Debian: apt-get install libssl-dev)"
+}
+
 need_cargo() {
     command -v cargo >/dev/null || missing "cargo" "install Rust 1.85 or later, see https://rustup.rs"
     command -v cc >/dev/null || need cc gcc
