@@ -171,3 +171,26 @@ fn an_endpoint_whose_lock_functions_do_nothing_is_refused() {
         assert!(matches!(outcome, Err(Error::TransactionPooling)), "{outcome:?}");
     }
 }
+
+#[test]
+fn lock_functions_of_the_same_name_on_the_search_path_are_not_called() {
+    let server = Server::start();
+    server.execute(
+        "CREATE SCHEMA stub;
+         CREATE FUNCTION stub.pg_try_advisory_lock(bigint) RETURNS bool LANGUAGE sql AS 'SELECT true';
+         CREATE FUNCTION stub.pg_advisory_unlock(bigint) RETURNS bool LANGUAGE sql AS 'SELECT true';
+         CREATE FUNCTION stub.pg_try_advisory_xact_lock(bigint) RETURNS bool LANGUAGE sql AS 'SELECT true';
+         ALTER ROLE postgres SET search_path = stub, pg_catalog",
+    );
+    let stubbed: bool = server
+        .client()
+        .query_one("SELECT pg_try_advisory_lock(1) AND pg_try_advisory_lock(1)", &[])
+        .unwrap()
+        .get(0);
+    assert!(stubbed && look::advisory_locks(&mut server.client()).is_empty(), "the stub is called");
+    let lockers = [0, 1].map(|_| leasehold::Locker::new(server.config(), fast()).unwrap());
+    let guard = lockers[0].try_acquire(NAME).unwrap().unwrap();
+    assert!(lockers[1].try_acquire(NAME).unwrap().is_none(), "a lock all the same");
+    guard.release().unwrap();
+    assert!(lockers[1].try_acquire(NAME).unwrap().is_some());
+}
