@@ -37,10 +37,11 @@ impl Child {
         Child::start(Command::new(std::env::current_exe().unwrap()), role, environment)
     }
 
-    /// A child inside a network namespace.
-    pub fn spawn_in(namespace: &str, role: &str, environment: &[(&str, &str)]) -> Child {
+    /// A child inside a network namespace: a [`Net`](super::Net), or the name of one.
+    pub fn spawn_in(namespace: impl AsRef<str>, role: &str, environment: &[(&str, &str)]) -> Child {
+        // `ip` replaces itself with the program, so the pid is the child's own.
         let mut command = Command::new("ip");
-        command.args(["netns", "exec", namespace]).arg(std::env::current_exe().unwrap());
+        command.args(["netns", "exec", namespace.as_ref()]).arg(std::env::current_exe().unwrap());
         Child::start(command, role, environment)
     }
 
@@ -98,6 +99,11 @@ impl Child {
         self.lines.try_recv().ok()
     }
 
+    /// Every line that has arrived and was not taken yet.
+    pub fn lines(&self) -> Vec<(Instant, String)> {
+        self.lines.try_iter().collect()
+    }
+
     pub fn send(&mut self, line: &str) {
         writeln!(self.stdin.as_mut().unwrap(), "{line}").unwrap();
     }
@@ -116,6 +122,11 @@ impl Child {
     pub fn kill9(&mut self) {
         self.process.kill().unwrap();
         self.process.wait().unwrap();
+    }
+
+    /// SIGTERM.
+    pub fn terminate(&self) {
+        self.signal(Signal::TERM);
     }
 
     /// SIGSTOP.

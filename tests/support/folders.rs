@@ -11,7 +11,9 @@ use super::server::account;
 /// A new folder that the servers' account may use.
 pub fn folder() -> TempDir {
     let prefix = format!("leasehold-{}-", std::process::id());
-    let folder = tempfile::Builder::new().prefix(&prefix).tempdir().unwrap();
+    // As the kernel spells it, because processes are found by the folder they work in.
+    let base = fs::canonicalize(std::env::temp_dir()).unwrap();
+    let folder = tempfile::Builder::new().prefix(&prefix).tempdir_in(base).unwrap();
     if let Some((uid, gid)) = account() {
         chown(folder.path(), Some(uid), Some(gid)).unwrap();
     }

@@ -3,23 +3,17 @@
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::Server;
+use super::keeper::signal_all;
 
 impl Server {
     /// SIGSTOP to the postmaster and all its children.
     pub fn freeze(&self) {
-        kill_process(self.pid(), Signal::STOP).unwrap();
-        // A child may have ended by itself meanwhile.
-        self.children().into_iter().for_each(|pid| {
-            kill_process(pid, Signal::STOP).unwrap_or_default();
-        });
+        signal_all(&self.data(), Signal::STOP);
     }
 
     /// SIGCONT to all of them.
     pub fn thaw(&self) {
-        self.children().into_iter().for_each(|pid| {
-            kill_process(pid, Signal::CONT).unwrap_or_default();
-        });
-        kill_process(self.pid(), Signal::CONT).unwrap();
+        signal_all(&self.data(), Signal::CONT);
     }
 
     /// SIGSTOP to one backend.

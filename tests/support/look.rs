@@ -48,13 +48,14 @@ pub struct SessionRow {
     pub backend_xmin: Option<String>,
     pub query: String,
     pub query_start: Option<SystemTime>,
+    pub wait_event_type: Option<String>,
 }
 
 /// The sessions with this `application_name`.
 pub fn sessions(client: &mut Client, application: &str) -> Vec<SessionRow> {
     let rows = client.query(
-        "SELECT pid, coalesce(state, ''), backend_xmin::text, query, query_start FROM pg_stat_activity \
-         WHERE application_name = $1",
+        "SELECT pid, coalesce(state, ''), backend_xmin::text, query, query_start, wait_event_type \
+         FROM pg_stat_activity WHERE application_name = $1",
         &[&application],
     );
     let rows = rows.unwrap().into_iter();
@@ -64,6 +65,25 @@ pub fn sessions(client: &mut Client, application: &str) -> Vec<SessionRow> {
         backend_xmin: row.get(2),
         query: row.get(3),
         query_start: row.get(4),
+        wait_event_type: row.get(5),
     })
     .collect()
+}
+
+/// How many sessions have this `application_name`.
+pub fn backend_count(client: &mut Client, application: &str) -> usize {
+    sessions(client, application).len()
+}
+
+/// How many statements of sessions with this `application_name` are in a server's log, which holds
+/// them if it was started with `log_statement = all`.
+///
+/// The log ends each line's head with the name: `%m [%p] %a`. What a parameter or a later line of a
+/// statement holds is no head.
+pub fn statements(log: &str, application: &str) -> usize {
+    let heads = log.lines().filter_map(|line| line.split_once("] "));
+    let bodies = heads.filter_map(|(_, rest)| rest.strip_prefix(application));
+    let statement =
+        |body: &&str| body.starts_with(" LOG:  statement: ") || body.starts_with(" LOG:  execute ");
+    bodies.filter(statement).count()
 }

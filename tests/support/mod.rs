@@ -5,6 +5,7 @@ pub mod folders;
 pub mod fork;
 pub mod freeze;
 pub mod history;
+pub mod keeper;
 pub mod leases;
 pub mod look;
 pub mod netns;

@@ -1,20 +1,46 @@
 //! A second host on this machine: a network namespace with a wire to ours.
 
+use std::ffi::OsStr;
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
 use std::process::Command;
+
+use super::keeper::Keeper;
 
 /// The other host. Needs root, and fails with what to install where something is missing.
 pub struct Net {
     name: String,
     wire: String,
     server: Ipv4Addr,
+    #[expect(dead_code, reason = "works by being there")]
+    keeper: Keeper,
 }
+
+/// A number whose addresses, 10.high.low.x, no link here has. Numbers are drawn at random, so that
+/// two runs at once hardly draw the same.
+fn free_id() -> u16 {
+    loop {
+        let id = fastrand::u16(1..u16::MAX);
+        let [high, low] = id.to_be_bytes();
+        let taken = Command::new("ip")
+            .args(["-4", "-o", "addr", "show", "to", &format!("10.{high}.{low}.0/24")])
+            .env("PATH", PATH)
+            .output();
+        // Without `ip`, the first step says what is missing.
+        if taken.is_ok_and(|out| !out.stdout.is_empty()) {
+            continue;
+        }
+        return id;
+    }
+}
+
+/// Where the programs are, whatever the user's path is.
+const PATH: &str = "/usr/sbin:/sbin:/usr/bin:/bin";
 
 fn run(program: &str, arguments: &[&str]) -> Result<(), String> {
     let output = Command::new(program)
         .args(arguments)
-        .env("PATH", "/usr/sbin:/sbin:/usr/bin:/bin")
+        .env("PATH", PATH)
         .output()
         .map_err(|error| {
             format!("cannot run {program}: {error}; install it (Debian: iproute2, iptables), and run as root")
@@ -25,10 +51,13 @@ fn run(program: &str, arguments: &[&str]) -> Result<(), String> {
 
 impl Net {
     pub fn new() -> Net {
-        let id = fastrand::u16(1..u16::MAX);
+        let id = free_id();
         let [high, low] = id.to_be_bytes();
+        let name = format!("leasehold-{id}");
+        let script = "ip netns del $0; rm -rf /etc/netns/$0";
         let net = Net {
-            name: format!("leasehold-{id}"),
+            keeper: Keeper::new(script, &[OsStr::new(&name)]),
+            name,
             wire: format!("lease{id}"),
             server: Ipv4Addr::new(10, high, low, 1),
         };
@@ -57,6 +86,13 @@ impl Net {
     /// Our side's address: what a server has to listen on.
     pub fn server(&self) -> IpAddr {
         self.server.into()
+    }
+
+    /// A command that runs on the other host.
+    pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
+        let mut command = Command::new("ip");
+        command.env("PATH", PATH).args(["netns", "exec", &self.name]).arg(program);
+        command
     }
 
     /// Gives the other host a name server that never answers, for as long as the value lives.
@@ -122,6 +158,12 @@ impl Drop for Resolver {
         if let Err(error) = std::fs::remove_dir_all(&self.0) {
             assert!(std::thread::panicking(), "{error}");
         }
+    }
+}
+
+impl AsRef<str> for Net {
+    fn as_ref(&self) -> &str {
+        self.name()
     }
 }
 

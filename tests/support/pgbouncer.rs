@@ -6,13 +6,18 @@ use std::path::Path;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
-use leasehold::postgres::{Config, NoTls};
+use leasehold::postgres::{Client, Config, NoTls};
+use rustix::process::Signal;
 use tempfile::TempDir;
 
 use super::Server;
+use super::keeper::{Keeper, kill_all, signal_all};
 use super::server::{account, command_as_account, folder, free_port};
 
 pub struct PgBouncer {
+    /// Dropped before the folder that it keeps.
+    #[expect(dead_code, reason = "works by being there")]
+    keeper: Keeper,
     folder: TempDir,
     port: u16,
     process: Option<Child>,
@@ -26,7 +31,7 @@ impl PgBouncer {
         let mut ini = format!(
             "[databases]\n* = host=127.0.0.1 port={}\n[pgbouncer]\nlisten_addr = 127.0.0.1\n\
              listen_port = {port}\nunix_socket_dir =\nauth_type = any\npool_mode = {mode}\n\
-             default_pool_size = 20\nmax_client_conn = 200\nlogfile = {}\n\
+             admin_users = postgres\ndefault_pool_size = 20\nmax_client_conn = 200\nlogfile = {}\n\
              ignore_startup_parameters = extra_float_digits\n",
             server.port(),
             folder.path().join("log").display()
@@ -44,7 +49,8 @@ impl PgBouncer {
         if let Some((uid, gid)) = account() {
             chown(&path, Some(uid), Some(gid)).unwrap();
         }
-        let mut pooler = PgBouncer { folder, port, process: None };
+        let keeper = Keeper::of_folder(folder.path());
+        let mut pooler = PgBouncer { keeper, folder, port, process: None };
         pooler.start_again();
         pooler
     }
@@ -57,6 +63,8 @@ impl PgBouncer {
         let process = command_as_account(program)
             .arg("-q")
             .arg(self.folder.path().join("pgbouncer.ini"))
+            // Its processes are found by where they work.
+            .current_dir(self.folder.path())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()
@@ -64,8 +72,12 @@ impl PgBouncer {
         self.process = Some(process);
         let deadline = Instant::now() + Duration::from_secs(20);
         while let Err(error) = self.config().connect(NoTls) {
-            let log = fs::read_to_string(self.folder.path().join("log")).unwrap_or_default();
-            assert!(Instant::now() < deadline, "the pooler does not start: {error}\n{log}");
+            let ended = self.process.as_mut().unwrap().try_wait().unwrap();
+            assert!(
+                ended.is_none() && Instant::now() < deadline,
+                "the pooler does not start: {ended:?}, {error}\n{}",
+                self.log()
+            );
             std::thread::sleep(Duration::from_millis(10));
         }
     }
@@ -80,9 +92,34 @@ impl PgBouncer {
 
     pub fn kill9(&mut self) {
         if let Some(mut process) = self.process.take() {
-            process.kill().unwrap();
-            process.wait().unwrap();
+            kill_all(self.folder.path(), &mut process);
         }
+    }
+
+    /// A client of the server, through the pooler.
+    pub fn client(&self) -> Client {
+        self.config().connect(NoTls).unwrap()
+    }
+
+    /// Runs a command of its console, such as `RECONNECT` or `KILL postgres`.
+    pub fn admin(&self, command: &str) {
+        let mut console = self.config().dbname("pgbouncer").connect(NoTls).unwrap();
+        console.batch_execute(command).unwrap();
+    }
+
+    /// What the pooler wrote to its log.
+    pub fn log(&self) -> String {
+        fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
+    }
+
+    /// SIGSTOP.
+    pub fn freeze(&self) {
+        signal_all(self.folder.path(), Signal::STOP);
+    }
+
+    /// SIGCONT.
+    pub fn thaw(&self) {
+        signal_all(self.folder.path(), Signal::CONT);
     }
 }
 

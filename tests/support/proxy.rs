@@ -2,9 +2,9 @@
 //! protocol to lose or falsify the answer to one statement of ours.
 
 use std::collections::{HashMap, VecDeque};
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -26,16 +26,28 @@ pub enum Fault {
     Flip,
 }
 
+/// Which way bytes go.
+#[derive(Copy, Clone, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// From the client to the server.
+    Requests,
+    /// From the server to the client.
+    Answers,
+}
+
 #[derive(Default)]
 struct Shared {
     /// The statement's name, how many more times, and what happens.
     faults: Mutex<Vec<(String, usize, Fault)>>,
-    stalled: Mutex<bool>,
+    stalled: Mutex<Vec<Direction>>,
     changed: Condvar,
     delay: Mutex<Duration>,
     sockets: Mutex<Vec<TcpStream>>,
     links: Mutex<Vec<(TcpStream, Arc<Rounds>)>>,
     accepted: AtomicUsize,
+    open: AtomicUsize,
+    requested: AtomicU64,
+    answered: AtomicU64,
     struck: AtomicUsize,
     ended: AtomicBool,
     deaf: AtomicBool,
@@ -68,6 +80,11 @@ impl Proxy {
             std::thread::spawn(move || accept(&listener, target, &shared))
         };
         Proxy { address, base, shared, acceptor: Some(acceptor) }
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
     }
 
     /// The configuration that goes through the proxy.
@@ -104,11 +121,16 @@ impl Proxy {
 
     /// Forwards nothing any more, and keeps every connection open.
     pub fn stall(&self) {
-        *self.shared.stalled.lock().unwrap() = true;
+        *self.shared.stalled.lock().unwrap() = vec![Direction::Requests, Direction::Answers];
+    }
+
+    /// Forwards nothing this way any more, and goes on the other way.
+    pub fn stall_only(&self, direction: Direction) {
+        *self.shared.stalled.lock().unwrap() = vec![direction];
     }
 
     pub fn resume(&self) {
-        *self.shared.stalled.lock().unwrap() = false;
+        self.shared.stalled.lock().unwrap().clear();
         self.shared.changed.notify_all();
     }
 
@@ -127,6 +149,23 @@ impl Proxy {
         for socket in self.shared.sockets.lock().unwrap().drain(..) {
             abort(&socket);
         }
+    }
+
+    /// Closes every connection in good order.
+    pub fn close(&self) {
+        for socket in self.shared.sockets.lock().unwrap().drain(..) {
+            socket.shutdown(Shutdown::Both).unwrap_or_default();
+        }
+    }
+
+    /// How many connections are open.
+    pub fn connections(&self) -> usize {
+        self.shared.open.load(Ordering::SeqCst)
+    }
+
+    /// How many bytes were forwarded this way.
+    pub fn bytes(&self, direction: Direction) -> u64 {
+        self.shared.bytes(direction).load(Ordering::SeqCst)
     }
 
     /// How many connections were made so far.
@@ -150,9 +189,12 @@ impl Drop for Proxy {
 
 /// Ends a connection with a RST.
 fn abort(socket: &TcpStream) {
-    rustix::net::sockopt::set_socket_linger(socket, Some(Duration::ZERO)).unwrap_or_default();
-    // With clones of the socket in other threads, only this ends it at once.
-    rustix::net::shutdown(socket, rustix::net::Shutdown::Both).unwrap_or_default();
+    // With clones of the socket in other threads, only a disconnect sends a RST at once: a shutdown
+    // would send a FIN before it. Linux 6.4 to 6.6 refuse while another thread reads.
+    if rustix::net::connect_unspec(socket).is_err() {
+        rustix::net::sockopt::set_socket_linger(socket, Some(Duration::ZERO)).unwrap_or_default();
+        socket.shutdown(Shutdown::Both).unwrap_or_default();
+    }
 }
 
 fn accept(listener: &TcpListener, target: SocketAddr, shared: &Arc<Shared>) {
@@ -174,7 +216,11 @@ fn accept(listener: &TcpListener, target: SocketAddr, shared: &Arc<Shared>) {
         let (shared_up, link_up) = (Arc::clone(shared), Arc::clone(&link));
         std::thread::spawn(move || forward_requests(up.0, up.1, &shared_up, &link_up));
         let shared = Arc::clone(shared);
-        std::thread::spawn(move || forward_answers(server, client, &shared, &link));
+        shared.open.fetch_add(1, Ordering::SeqCst);
+        std::thread::spawn(move || {
+            forward_answers(server, client, &shared, &link);
+            shared.open.fetch_sub(1, Ordering::SeqCst);
+        });
     }
 }
 
@@ -193,13 +239,30 @@ fn message(from: &mut TcpStream, typed: bool) -> Option<(u8, Vec<u8>)> {
     Some((kind, bytes))
 }
 
-fn pause(shared: &Shared) {
+impl Shared {
+    fn bytes(&self, direction: Direction) -> &AtomicU64 {
+        match direction {
+            Direction::Requests => &self.requested,
+            Direction::Answers => &self.answered,
+        }
+    }
+
+    /// Passes a message on.
+    fn forward(&self, direction: Direction, to: &mut TcpStream, bytes: &[u8]) -> io::Result<()> {
+        to.write_all(bytes)?;
+        self.bytes(direction).fetch_add(bytes.len() as u64, Ordering::SeqCst);
+        Ok(())
+    }
+}
+
+/// Holds a message back for as long as it has to wait.
+fn pause(shared: &Shared, direction: Direction) {
     let delay = *shared.delay.lock().unwrap();
     if !delay.is_zero() {
         std::thread::sleep(delay);
     }
     let mut stalled = shared.stalled.lock().unwrap();
-    while *stalled {
+    while stalled.contains(&direction) {
         stalled = shared.changed.wait(stalled).unwrap();
     }
 }
@@ -236,8 +299,8 @@ fn forward_requests(mut from: TcpStream, mut to: TcpStream, shared: &Shared, rou
             b'Q' => rounds.lock().unwrap().push_back(name_of(&text(body))),
             _ => {}
         }
-        pause(shared);
-        if to.write_all(&bytes).is_err() {
+        pause(shared, Direction::Requests);
+        if shared.forward(Direction::Requests, &mut to, &bytes).is_err() {
             break;
         }
     }
@@ -292,13 +355,13 @@ fn forward_answers(mut from: TcpStream, mut to: TcpStream, shared: &Shared, roun
             rounds.lock().unwrap().pop_front();
             current = None;
         }
-        pause(shared);
+        pause(shared, Direction::Answers);
         if met == Some(Fault::Flip) && kind == b'D' {
             flip(&mut bytes);
         }
         let sent = match met {
-            _ if aside => to.write_all(&bytes),
-            None | Some(Fault::Flip) => to.write_all(&bytes),
+            _ if aside => shared.forward(Direction::Answers, &mut to, &bytes),
+            None | Some(Fault::Flip) => shared.forward(Direction::Answers, &mut to, &bytes),
             Some(Fault::Error) if ready => to.write_all(ERROR).and_then(|()| to.write_all(&bytes)),
             Some(Fault::Reset) => {
                 abort(&to);

@@ -2,7 +2,7 @@
 //!
 //! Each runs in a folder of its own, on a port of its own, as another user when the tests run as
 //! root, and is stopped when dropped, also by a panic. Should the test process itself be killed, a
-//! shell that waits for the end of a pipe from it stops the server.
+//! [`Keeper`] stops the server.
 
 use std::fs;
 use std::io::{Read, Seek, SeekFrom};
@@ -21,6 +21,7 @@ use tempfile::TempDir;
 pub use super::folders::folder;
 
 use super::folders;
+use super::keeper::{Keeper, ends_within, kill_all};
 
 const START_BOUND: Duration = Duration::from_secs(60);
 const STOP_BOUND: Duration = Duration::from_secs(20);
@@ -42,7 +43,11 @@ pub fn binaries() -> &'static Path {
         let installed = fs::read_dir("/usr/lib/postgresql").into_iter().flatten().flatten();
         let mut installed: Vec<PathBuf> =
             installed.map(|version| version.path().join("bin")).collect();
-        installed.sort();
+        // By number: 9.6 is older than 15.
+        installed.sort_by_key(|folder| {
+            let version = folder.parent().and_then(Path::file_name).and_then(|name| name.to_str());
+            version.and_then(|name| name.split('.').next()?.parse::<u32>().ok())
+        });
         let path = std::env::var_os("PATH").unwrap_or_default();
         configured
             .into_iter()
@@ -86,19 +91,21 @@ pub fn command_as_account(program: &Path) -> Command {
 
 /// An empty cluster, made once: `initdb` takes longer than everything else here.
 fn template() -> &'static Path {
-    static TEMPLATE: OnceLock<TempDir> = OnceLock::new();
-    let folder = TEMPLATE.get_or_init(|| {
+    // A static is never dropped: its keeper removes the folder, also after a normal exit.
+    static TEMPLATE: OnceLock<(PathBuf, Keeper)> = OnceLock::new();
+    let (folder, _) = TEMPLATE.get_or_init(|| {
         folders::remove_stale();
         let folder = folder();
+        let keeper = Keeper::of_folder(folder.path());
         let out = command_as_account(&binaries().join("initdb"))
             .args(["-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-sync", "-D"])
             .arg(folder.path().join("data"))
             .output()
             .unwrap();
         assert!(out.status.success(), "initdb: {}", String::from_utf8_lossy(&out.stderr));
-        folder
+        (folder.keep(), keeper)
     });
-    folder.path()
+    folder
 }
 
 /// A port that was free a moment ago.
@@ -154,12 +161,10 @@ impl Builder {
     /// Starts a server on the cluster in `folder`/data.
     pub fn start_in(self, folder: TempDir) -> Server {
         let data = folder.path().join("data");
-        let port = free_port();
         let mut conf = fs::read_to_string(data.join("postgresql.conf")).unwrap();
         let mut addresses = vec!["127.0.0.1".to_owned()];
         addresses.extend(self.listen);
         let own = [
-            ("port", port.to_string()),
             ("listen_addresses", addresses.join(",")),
             ("unix_socket_directories", folder.path().display().to_string()),
             ("shared_buffers", "16MB".into()),
@@ -183,23 +188,26 @@ impl Builder {
             "host all all all trust\nhost replication all all trust\nlocal all all trust\n";
         let hba = self.hba.join("\n") + "\n" + trusted;
         fs::write(data.join("pg_hba.conf"), hba).unwrap();
-        let mut server = Server { folder, port, postmaster: None };
-        server.start_again();
+        let keeper = Keeper::of_folder(folder.path());
+        let mut server = Server { postmaster: None, keeper, folder, port: 0 };
+        for attempt in 1.. {
+            server.port = free_port();
+            let Err(why) = server.try_start() else { break };
+            // Between our look and the server's, somebody else took the port.
+            assert!(attempt < 5 && why.contains("Address already in use"), "{why}");
+        }
         server
     }
 }
 
 /// A running server, and after a stop the folder it can be started from again.
 pub struct Server {
+    postmaster: Option<Child>,
+    /// Dropped before the folder that it keeps.
+    #[expect(dead_code, reason = "works by being there")]
+    keeper: Keeper,
     folder: TempDir,
     port: u16,
-    postmaster: Option<Running>,
-}
-
-struct Running {
-    child: Child,
-    /// Stops the server when this process is gone; see the head of the file.
-    keeper: Child,
 }
 
 impl Server {
@@ -242,48 +250,45 @@ impl Server {
     }
 
     pub fn pid(&self) -> Pid {
-        let running = self.postmaster.as_ref().expect("the server is stopped");
-        Pid::from_raw(i32::try_from(running.child.id()).unwrap()).unwrap()
+        let postmaster = self.postmaster.as_ref().expect("the server is stopped");
+        Pid::from_raw(i32::try_from(postmaster.id()).unwrap()).unwrap()
     }
 
     /// Starts a stopped server again, on the same port.
     pub fn start_again(&mut self) {
-        assert!(self.postmaster.is_none(), "the server runs already");
-        let deadline = Instant::now() + START_BOUND;
-        while !self.try_start(deadline) {
-            // After a crash, backends that were being forked may still be there for a moment.
-            assert!(Instant::now() < deadline, "the server does not start:\n{}", self.log());
-            std::thread::sleep(Duration::from_millis(50));
-        }
+        self.try_start().unwrap_or_else(|why| panic!("{why}"));
     }
 
-    /// Starts the server; false if it ended by itself.
-    fn try_start(&mut self, deadline: Instant) -> bool {
+    fn try_start(&mut self) -> Result<(), String> {
+        assert!(self.postmaster.is_none(), "the server runs already");
         let log = fs::File::options().create(true).append(true).open(self.log_file()).unwrap();
         let child = command_as_account(&binaries().join("postgres"))
             .arg("-D")
             .arg(self.data())
+            .args(["-p", &self.port.to_string()])
             .stdout(log.try_clone().unwrap())
             .stderr(log)
-            .spawn()
-            .unwrap();
-        let keeper = Command::new("sh")
-            .args(["-c", "read -r _; kill -CONT $0 2>/dev/null; kill -QUIT $0 2>/dev/null"])
-            .arg(child.id().to_string())
-            .stdin(Stdio::piped())
-            .spawn()
-            .unwrap();
-        self.postmaster = Some(Running { child, keeper });
-        while self.config().connect(NoTls).is_err() {
-            let running = self.postmaster.as_mut().unwrap();
-            if running.child.try_wait().unwrap().is_some() {
-                self.reap();
-                return false;
+            .spawn();
+        self.postmaster = Some(child.unwrap());
+        let deadline = Instant::now() + START_BOUND;
+        while !self.is_ready() || self.config().connect(NoTls).is_err() {
+            let ended = self.postmaster.as_mut().unwrap().try_wait().unwrap();
+            if ended.is_some() || Instant::now() > deadline {
+                self.kill9();
+                return Err(format!("the server does not start: {ended:?}\n{}", self.log()));
             }
-            assert!(Instant::now() < deadline, "the server does not answer:\n{}", self.log());
-            std::thread::sleep(Duration::from_millis(10));
+            std::thread::sleep(Duration::from_millis(5));
         }
-        true
+        Ok(())
+    }
+
+    /// Whether our postmaster says that it accepts connections. On its port alone, another server
+    /// may answer.
+    fn is_ready(&self) -> bool {
+        let Ok(file) = fs::read_to_string(self.data().join("postmaster.pid")) else { return false };
+        let mut lines = file.lines().map(str::trim);
+        lines.next() == Some(&self.pid().as_raw_nonzero().to_string())
+            && lines.nth(6) == Some("ready")
     }
 
     fn log_file(&self) -> PathBuf {
@@ -317,13 +322,8 @@ impl Server {
 
     /// A crash of everything: `kill -9` of the postmaster and of each of its children.
     pub fn kill9(&mut self) {
-        let mut pids = self.children();
-        pids.insert(0, self.pid());
-        for pid in pids {
-            // A child may have ended by itself meanwhile.
-            kill_process(pid, Signal::KILL).unwrap_or_default();
-        }
-        self.reap();
+        let mut child = self.postmaster.take().expect("the server is stopped");
+        kill_all(&self.data(), &mut child);
     }
 
     fn stop(&mut self, signal: Signal) {
@@ -331,35 +331,11 @@ impl Server {
         self.reap();
     }
 
+    /// Waits for the end of a server that was told to stop; a frozen backend may keep it from that.
     fn reap(&mut self) {
-        let Some(Running { mut child, mut keeper }) = self.postmaster.take() else { return };
-        let deadline = Instant::now() + STOP_BOUND;
-        while child.try_wait().unwrap().is_none() {
-            if Instant::now() > deadline {
-                child.kill().unwrap();
-                child.wait().unwrap();
-                break;
-            }
-            std::thread::sleep(Duration::from_millis(2));
-        }
-        keeper.kill().unwrap();
-        keeper.wait().unwrap();
-    }
-
-    /// Pids of the postmaster's children.
-    pub fn children(&self) -> Vec<Pid> {
-        let parent = self.pid().as_raw_nonzero().to_string();
-        let processes = fs::read_dir("/proc").unwrap().flatten();
-        processes
-            .filter_map(|process| {
-                let stat = fs::read_to_string(process.path().join("stat")).ok()?;
-                // pid (command) state parent ..; the command may hold blanks.
-                let after = stat.rsplit_once(')')?.1;
-                let ppid = after.split_whitespace().nth(1)?;
-                let pid = process.file_name().to_str()?.parse().ok()?;
-                (ppid == parent).then(|| Pid::from_raw(pid))?
-            })
-            .collect()
+        let Some(mut child) = self.postmaster.take() else { return };
+        ends_within(&mut child, STOP_BOUND);
+        kill_all(&self.data(), &mut child);
     }
 
     /// `pg_terminate_backend`.
@@ -368,25 +344,21 @@ impl Server {
             self.client().query_one("SELECT pg_terminate_backend($1)", &[&pid]).unwrap().get(0);
         assert!(done, "no backend {pid}");
     }
+
+    /// The version as a number, 150018 for 15.18.
+    pub fn version_num(&self) -> i32 {
+        let sql = "SELECT current_setting('server_version_num')::int";
+        self.client().query_one(sql, &[]).unwrap().get(0)
+    }
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
-        if let Some(running) = &mut self.postmaster {
-            if running.child.try_wait().is_ok_and(|ended| ended.is_none()) {
-                self.thaw_quietly();
-                kill_process(self.pid(), Signal::QUIT).unwrap_or_default();
-            }
+        if self.postmaster.is_some() {
+            self.thaw();
+            // It may have ended by itself.
+            kill_process(self.pid(), Signal::QUIT).unwrap_or_default();
             self.reap();
-        }
-    }
-}
-
-impl Server {
-    /// [`Server::thaw`] for a server in any state.
-    fn thaw_quietly(&self) {
-        for pid in self.children().into_iter().chain([self.pid()]) {
-            kill_process(pid, Signal::CONT).unwrap_or_default();
         }
     }
 }

@@ -4,10 +4,12 @@
 use std::fs;
 use std::os::unix::fs::chown;
 use std::path::Path;
+use std::time::Duration;
 
 use leasehold::postgres::SimpleQueryMessage;
 
 use super::Server;
+use super::look;
 use super::server::{account, command_as_account, folder};
 
 impl Server {
@@ -15,10 +17,7 @@ impl Server {
     pub fn standby(&self) -> Server {
         let folder = folder();
         let mut client = self.client();
-        let version: i32 = client
-            .query_one("SELECT current_setting('server_version_num')::int4", &[])
-            .unwrap()
-            .get(0);
+        let version = self.version_num();
         let [begin, end] = if version >= 150_000 {
             [
                 "SELECT pg_backup_start('standby', true)",
@@ -56,6 +55,19 @@ impl Server {
         Server::builder()
             .conf("primary_conninfo", &format!("host=127.0.0.1 port={} user=postgres", self.port()))
             .start_in(folder)
+    }
+
+    /// A standby that this server waits for at each commit.
+    pub fn synchronous_standby(&self) -> Server {
+        let standby = self.standby();
+        let mut client = self.client();
+        client.batch_execute("ALTER SYSTEM SET synchronous_standby_names = '*'").unwrap();
+        client.batch_execute("SELECT pg_reload_conf()").unwrap();
+        look::wait_until("the standby is synchronous", Duration::from_secs(30), || {
+            let synchronous = "SELECT FROM pg_stat_replication WHERE sync_state = 'sync'";
+            !client.query(synchronous, &[]).unwrap().is_empty()
+        });
+        standby
     }
 
     /// Makes a standby the primary of a new timeline.
