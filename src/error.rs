@@ -135,6 +135,10 @@ pub enum Error {
     /// The `Locker`, or the locker of module [`lock`](crate::lock), was closed.
     #[error("the locker is closed")]
     Closed,
+    /// The thread that owns the session panicked, which is a bug, here or in the TLS library under
+    /// the session. Its leases are lost, and this `Locker` is of no more use.
+    #[error("the thread that owns the session panicked: this Locker is of no more use")]
+    Panicked,
     /// The cancellation token was set.
     #[error("cancelled")]
     Cancelled,
@@ -243,6 +247,7 @@ impl Error {
             | Error::NotHeld => true,
             Error::KeyCollision(_)
             | Error::Closed
+            | Error::Panicked
             | Error::Cancelled
             | Error::EmptyName
             | Error::InvalidTtl

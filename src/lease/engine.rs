@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, bounded, never, select};
 
-use crate::cancel::CancellationToken;
+use crate::cancel::{CancelReason, CancellationToken};
 use crate::clock::Clock;
 use crate::error::{Error, Timeout};
 use crate::event::Events;
@@ -100,14 +100,17 @@ impl Engine {
         self.not_forked()?;
         self.registry.close();
         self.mailbox.post(Request::StopGranting);
+        if self.registry.on_job_thread() {
+            // A job that waited for others could wait for one that waits for it.
+            let mailbox = Arc::clone(&self.mailbox);
+            self.registry.when_idle(move || mailbox.post(Request::ShutDown));
+            return Ok(());
+        }
         let deadline = grace.and_then(|grace| Instant::now().checked_add(grace));
         let running = self.registry.wait_for_jobs(deadline);
         if !running.is_empty() {
             let grace = grace.unwrap_or_default();
             return Err(Error::Timeout(Timeout::Close(grace, running.into())));
-        }
-        if self.registry.on_job_thread() {
-            return Ok(());
         }
         self.mailbox.post(Request::ShutDown);
         let threads = self.threads.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
@@ -186,7 +189,7 @@ impl Engine {
         match answer.recv_timeout(bound) {
             Ok(outcome) => outcome,
             Err(timeout) if timeout.is_timeout() => Err(Error::Timeout(Timeout::Session(bound))),
-            Err(_) => Err(Error::Closed),
+            Err(_) => Err(self.owner_gone()),
         }
     }
 
@@ -215,12 +218,16 @@ impl Engine {
         cancel: &CancellationToken,
     ) -> Result<Option<Held>, Error> {
         let bound = self.bound();
-        match self.wish(slot, false, cancel).answers.recv_timeout(bound) {
+        let wish = self.wish(slot, false, cancel);
+        match wish.answers.recv_timeout(bound) {
             Ok(Answer::Granted(held)) => Ok(Some(held)),
             Ok(Answer::Refused) => Ok(None),
             Ok(Answer::Failed(error)) => Err(error),
-            Err(timeout) if timeout.is_timeout() => Err(Error::Timeout(Timeout::Session(bound))),
-            Err(_) => Err(Error::Closed),
+            Err(timeout) if timeout.is_timeout() => {
+                self.withdraw(slot, &wish);
+                Err(Error::Timeout(Timeout::Session(bound)))
+            }
+            Err(_) => Err(self.owner_gone()),
         }
     }
 
@@ -236,13 +243,20 @@ impl Engine {
         cancel: &CancellationToken,
         timeout: Option<Duration>,
     ) -> Result<Option<Held>, Error> {
-        if cancel.is_cancelled() {
-            return Err(Error::Cancelled);
+        // Set also by a close, which must not depend on the owner's getting to its queue.
+        let wait = cancel.child_token();
+        slot.set_token(&wait);
+        let stopped_by = || match wait.reason() {
+            Some(CancelReason::Closed) => Error::Closed,
+            _ => Error::Cancelled,
+        };
+        if wait.is_cancelled() {
+            return Err(stopped_by());
         }
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let (stop, stopped) = bounded(1);
         // A full channel has the news already.
-        let _subscription = cancel.subscribe(move || stop.try_send(()).unwrap_or_default());
+        let _subscription = wait.subscribe(move || stop.try_send(()).unwrap_or_default());
         let wish = self.wish(slot, true, cancel);
         let late = deadline.map_or(never(), crossbeam_channel::at);
         let mut refused = false;
@@ -252,9 +266,9 @@ impl Engine {
                     Ok(Answer::Granted(held)) => return Ok(Some(held)),
                     Ok(Answer::Failed(error)) => return Err(error),
                     Ok(Answer::Refused) => refused = true,
-                    Err(_) => return Err(Error::Closed),
+                    Err(_) => return Err(self.owner_gone()),
                 },
-                recv(stopped) -> _ => break Err(Error::Cancelled),
+                recv(stopped) -> _ => break Err(stopped_by()),
                 recv(late) -> _ => break match wish.trouble() {
                     Some(error) => Err(error),
                     None if refused => Ok(None),
@@ -262,9 +276,18 @@ impl Engine {
                 },
             }
         };
-        self.mailbox.post(Request::Withdraw { key: slot.key, id: wish.id });
-        // A grant that crossed with the withdrawal is released by its drop.
+        self.withdraw(slot, &wish);
         outcome
+    }
+
+    /// Takes a wish back. A grant that crosses with it is released by its drop.
+    fn withdraw(&self, slot: &Slot, wish: &Wish) {
+        self.mailbox.post(Request::Withdraw { key: slot.key, id: wish.id });
+    }
+
+    /// Why the owner dropped a request without a word.
+    fn owner_gone(&self) -> Error {
+        if self.registry.is_closing() { Error::Closed } else { Error::Panicked }
     }
 }
 

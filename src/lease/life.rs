@@ -12,6 +12,7 @@
 //! Lock order: this mutex, then nothing. Leases are told after it was released.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -130,20 +131,30 @@ impl Life {
         true
     }
 
-    /// Puts a lease under this life. True if it is the first one; `None` if the life has ended.
-    pub(crate) fn register(&self, core: Arc<Core>) -> Option<bool> {
+    /// Puts a lease under this life. True if it is the first one. Refused, with the reason, if the
+    /// life has ended, or if it has a lease of this key already: then the session holds the lock
+    /// twice, and a release of either would not free it.
+    pub(crate) fn register(&self, core: Arc<Core>) -> Result<bool, LostReason> {
         let mut state = self.lock();
-        if state.ended.is_some() {
-            return None;
+        if let Some(reason) = state.ended {
+            return Err(reason);
         }
         let first = state.leases.is_empty();
-        state.leases.insert(core.key, core);
-        Some(first)
+        match state.leases.entry(core.key) {
+            Entry::Occupied(_) => Err(LostReason::InDoubt),
+            Entry::Vacant(place) => {
+                place.insert(core);
+                Ok(first)
+            }
+        }
     }
 
-    /// Takes a lease out, because it was released.
-    pub(crate) fn remove(&self, key: Key) {
-        self.lock().leases.remove(&key);
+    /// Takes a lease out, because it was released. Another of the same key stays.
+    pub(crate) fn remove(&self, core: &Arc<Core>) {
+        let mut state = self.lock();
+        if state.leases.get(&core.key).is_some_and(|there| Arc::ptr_eq(there, core)) {
+            state.leases.remove(&core.key);
+        }
     }
 
     /// Ends the life if its deadline has passed.
@@ -290,7 +301,21 @@ mod tests {
         let life = life();
         let lease = lease_on(&life, "a");
         life.end(LostReason::SessionEnded, None);
-        assert!(life.register(Arc::clone(&lease.core)).is_none());
+        let refused = life.register(Arc::clone(&lease.core));
+        assert_eq!(refused, Err(LostReason::SessionEnded));
+    }
+
+    #[test]
+    fn a_second_lease_of_one_key_is_refused_and_cannot_take_the_first_out() {
+        let life = life();
+        let lease = lease_on(&life, "a");
+        let (token, cancellation) = (lease.core.token, CancellationToken::new());
+        let second =
+            Arc::new(Core::new("a".into(), lease.core.key, token, Arc::clone(&life), cancellation));
+        assert_eq!(life.register(Arc::clone(&second)), Err(LostReason::InDoubt));
+        life.remove(&second);
+        life.end(LostReason::SessionEnded, None);
+        assert!(lease.cancellation().is_cancelled(), "the first is told all the same");
     }
 
     #[test]

@@ -100,7 +100,8 @@ impl Locker {
     ///
     /// `Lock(AlreadyRunning)`, at once, if the name is running or held on this `Locker`;
     /// `Lock(EmptyName)`, `Lock(KeyCollision)`, `Lock(Forked)`, `Lock(Spawn)`; and what waiting
-    /// cannot mend: `Lock(TransactionPooling)`, `Lock(UnsupportedServer)`, `Lock(TokenExhausted)`.
+    /// cannot mend: `Lock(TransactionPooling)`, `Lock(UnsupportedServer)`, `Lock(TokenExhausted)`,
+    /// `Lock(Panicked)`.
     ///
     /// # Panics
     ///
@@ -278,8 +279,9 @@ impl Locker {
     /// `Ok(())`.
     ///
     /// Blocks for as long as the jobs take, and then for at most twice the query time-out.
-    /// Heartbeats go on until the last job has returned. Called from a job, it does not wait for
-    /// that job, and leaves ending the session to its return. In a forked child it does nothing.
+    /// Heartbeats go on until the last job has returned. Called on the thread of a job of this
+    /// `Locker`, it waits for no job, since one of them could be waiting for this one: it returns at
+    /// once, and the session ends when the last job has returned. In a forked child it does nothing.
     pub fn close(&self) {
         if let Err(error) = self.engine.shut(None) {
             log::warn!(target: "leasehold", "close: {}", error.chain());
@@ -291,7 +293,8 @@ impl Locker {
     ///
     /// # Errors
     ///
-    /// [`Error::Timeout`] with [`Timeout::Close`](crate::Timeout::Close), which names the jobs that had not returned. They
+    /// [`Error::Timeout`] with [`Timeout::Close`](crate::Timeout::Close), which names the jobs that
+    /// had not returned. Not from a job's thread, where nothing is waited for. They
     /// keep their leases, and heartbeats go on, until they return; closing again waits again.
     /// [`Error::Forked`] in a forked child.
     pub fn close_timeout(&self, grace: Duration) -> Result<(), Error> {

@@ -8,6 +8,7 @@
 //! time-out by a server that does not answer, and longer by name resolution.
 
 use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -139,7 +140,23 @@ impl Owner {
     }
 
     /// The thread's body.
+    ///
+    /// A panic in it, of ours or of the TLS library under the session, must not leave jobs at work
+    /// that nobody watches: they are told that their leases are lost, and callers hear
+    /// [`Error::Panicked`].
     pub(crate) fn run(mut self) {
+        let outcome = catch_unwind(AssertUnwindSafe(|| self.work()));
+        if let Err(panic) = outcome {
+            self.lose(LostReason::InDoubt, Some(Error::Panicked));
+            self.fail_wishes(&Error::Panicked);
+            if let Some(watch) = &self.setup.watch {
+                watch.stop();
+            }
+            resume_unwind(panic);
+        }
+    }
+
+    fn work(&mut self) {
         while self.running {
             self.wait();
             self.collect();
@@ -183,6 +200,7 @@ impl Owner {
                 if self.waiting.get(&key).is_some_and(|waiting| waiting.acquire.id == id) {
                     self.waiting.remove(&key);
                 }
+                self.inbox.tries.retain(|acquire| acquire.id != id);
                 let withdrawn = self.fenced.iter().position(|term| term.acquire.id == id);
                 if let Some(at) = withdrawn {
                     let core = self.fenced.swap_remove(at).core;
@@ -230,8 +248,10 @@ impl Owner {
     }
 
     fn serve(&mut self) {
-        // The watchdog, or a job, may have seen the deadline pass.
-        if self.live.as_ref().is_some_and(|live| live.life.ended().is_some()) {
+        // The watchdog, or a job, may have seen the deadline pass; or nobody yet, after a pause of
+        // the whole process.
+        let over = |live: &Live| live.life.end_if_passed() || live.life.ended().is_some();
+        if self.live.as_ref().is_some_and(over) {
             self.lose(LostReason::NoAnswer, None);
         }
         self.serve_releases();

@@ -8,7 +8,7 @@ use crate::event::Event;
 use crate::lease::fence::Fenced;
 use crate::lease::life::Life;
 use crate::lease::mailbox::Answer;
-use crate::lease::owner::{Live, Owner, Waiting};
+use crate::lease::owner::{Live, Owner};
 use crate::session::Session;
 use crate::session::connect::Findings;
 
@@ -103,11 +103,7 @@ impl Owner {
         live.session.abandon();
         // Terms that had not begun are wishes again.
         for Fenced { acquire, .. } in std::mem::take(&mut self.fenced) {
-            if acquire.standing {
-                self.waiting.insert(acquire.key, Waiting { acquire, due: None, told: true });
-            } else {
-                self.answer(&acquire, Answer::Failed(Error::Lost(reason)));
-            }
+            self.not_begun(acquire, reason);
         }
     }
 }

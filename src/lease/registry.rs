@@ -1,6 +1,7 @@
 //! The names in use on one `Locker`: each once, and no two with one key.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::{self, ThreadId};
 use std::time::Instant;
@@ -14,15 +15,32 @@ struct Entry {
     name: Arc<str>,
     /// A job, for which closing waits, or a guard, for which it does not.
     job: bool,
-    /// Where the job runs: it cannot wait for itself.
+    /// Where the job runs.
     thread: Option<ThreadId>,
     token: Option<CancellationToken>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct State {
     closing: bool,
     entries: HashMap<Key, Entry>,
+    /// Called once, when no job is left.
+    when_idle: Option<Box<dyn FnOnce() + Send>>,
+}
+
+impl fmt::Debug for State {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("State")
+            .field("closing", &self.closing)
+            .field("entries", &self.entries)
+            .finish_non_exhaustive()
+    }
+}
+
+impl State {
+    fn has_jobs(&self) -> bool {
+        self.entries.values().any(|entry| entry.job)
+    }
 }
 
 #[derive(Debug)]
@@ -82,14 +100,22 @@ impl Registry {
         }
     }
 
-    /// Waits until no job is left, except one that runs on this thread, or until `deadline`. Gives
-    /// the names that are left.
+    /// Calls `f` once no job is left: on the thread of the last one's caller, or now.
+    pub(crate) fn when_idle(&self, f: impl FnOnce() + Send + 'static) {
+        let mut state = self.lock();
+        if state.has_jobs() {
+            state.when_idle = Some(Box::new(f));
+        } else {
+            drop(state);
+            f();
+        }
+    }
+
+    /// Waits until no job is left, or until `deadline`. Gives the names that are left.
     pub(crate) fn wait_for_jobs(&self, deadline: Option<Instant>) -> Vec<String> {
-        let me = Some(thread::current().id());
         let mut state = self.lock();
         loop {
-            let left = |entry: &&Entry| entry.job && entry.thread != me;
-            if !state.entries.values().any(|entry| left(&entry)) {
+            if !state.has_jobs() {
                 return Vec::new();
             }
             let Some(deadline) = deadline else {
@@ -98,7 +124,7 @@ impl Registry {
             };
             let time = deadline.saturating_duration_since(Instant::now());
             if time.is_zero() {
-                let jobs = state.entries.values().filter(left);
+                let jobs = state.entries.values().filter(|entry| entry.job);
                 return jobs.map(|entry| entry.name.to_string()).collect();
             }
             state = match self.changed.wait_timeout(state, time) {
@@ -157,8 +183,14 @@ impl Drop for Slot {
     fn drop(&mut self) {
         // A forked child's copy of the mutex may have been locked at the fork.
         if std::process::id() == self.registry.process {
-            self.registry.lock().entries.remove(&self.key);
+            let mut state = self.registry.lock();
+            state.entries.remove(&self.key);
+            let idle = if state.has_jobs() { None } else { state.when_idle.take() };
+            drop(state);
             self.registry.changed.notify_all();
+            if let Some(idle) = idle {
+                idle();
+            }
         }
     }
 }
@@ -206,14 +238,26 @@ mod tests {
     }
 
     #[test]
-    fn waiting_names_the_jobs_that_are_left_and_skips_guards_and_itself() {
+    fn waiting_names_the_jobs_that_are_left_and_skips_guards() {
         let names = registry();
-        let own = names.reserve("own", Key::from_i64(1), true).unwrap();
-        own.enter_job();
         let _guard = names.reserve("guard", Key::from_i64(2), false).unwrap();
         assert!(names.wait_for_jobs(None).is_empty());
         let _other = names.reserve("other", Key::from_i64(3), true).unwrap();
         let soon = Instant::now() + Duration::from_millis(10);
         assert_eq!(names.wait_for_jobs(Some(soon)), ["other"]);
+    }
+
+    #[test]
+    fn the_last_job_to_go_calls_what_waits_for_it() {
+        let names = registry();
+        let jobs = [1, 2].map(|n| names.reserve(&n.to_string(), Key::from_i64(n), true).unwrap());
+        let _guard = names.reserve("guard", Key::from_i64(3), false).unwrap();
+        let (called, calls) = crossbeam_channel::unbounded();
+        names.when_idle(move || called.send(()).unwrap());
+        let [first, last] = jobs;
+        drop(first);
+        assert!(calls.is_empty());
+        drop(last);
+        assert_eq!(calls.len(), 1);
     }
 }

@@ -80,7 +80,7 @@ impl Owner {
     }
 
     /// Ends a lease's release: `Ok` if the server confirmed it.
-    pub(crate) fn released(&self, release: Release, outcome: Result<(), Error>) {
+    pub(crate) fn released(&mut self, release: Release, outcome: Result<(), Error>) {
         let Release { core, reply } = release;
         let (name, key, pid) = (Arc::clone(&core.name), core.key, core.life.pid());
         let event = match &outcome {
@@ -89,7 +89,9 @@ impl Owner {
             Err(error) => Event::ReleaseFailed { name, key, pid, error: Some(error.clone()) },
         };
         core.ended();
-        core.life.remove(core.key);
+        core.life.remove(&core);
+        // Whoever waits for it here was not tried while the session held it.
+        self.try_soon(key);
         self.setup.events.send(event);
         if let Some(reply) = reply {
             self.reply(&reply, outcome);

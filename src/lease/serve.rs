@@ -15,7 +15,7 @@ use crate::key::Key;
 use crate::lease::fence::{Fenced, fence};
 use crate::lease::lease::{Core, Held};
 use crate::lease::mailbox::{Acquire, Answer};
-use crate::lease::owner::Owner;
+use crate::lease::owner::{Owner, Waiting};
 use crate::session::Granted;
 use crate::token::FencingToken;
 
@@ -106,10 +106,15 @@ impl Owner {
         if all {
             self.schedule_retry();
         }
+        // A lock that this session has would be granted again, and be held twice: whoever waits for
+        // it is tried after its release.
+        let live = self.live.as_ref();
+        let ours = |key| live.is_some_and(|live| live.life.holds(key));
         let due: Vec<Key> = self
             .waiting
             .iter_mut()
             .filter(|(_, waiting)| all || waiting.due.is_some_and(|due| due <= now))
+            .filter(|(key, _)| !ours(**key))
             .map(|(key, waiting)| {
                 waiting.due = None;
                 *key
@@ -117,11 +122,11 @@ impl Owner {
             .collect();
         // A name whose release was not confirmed is still this session's: it cannot be won again.
         tries.retain(|acquire| {
-            let ours = self.live.as_ref().is_some_and(|live| live.life.holds(acquire.key));
-            if ours {
+            let again = ours(acquire.key);
+            if again {
                 self.answer(acquire, Answer::Failed(Error::AlreadyRunning));
             }
-            !ours
+            !again
         });
         let keys: Vec<i64> =
             tries.iter().map(|acquire| acquire.key).chain(due).map(Key::as_i64).collect();
@@ -229,17 +234,19 @@ impl Owner {
     /// fence is busy.
     fn begin_term(&mut self, acquire: Acquire, token: FencingToken, fenced: bool) {
         let Some(live) = &self.live else {
-            let lost = Error::Lost(LostReason::SessionEnded);
-            return self.answer(&acquire, Answer::Failed(lost));
+            return self.not_begun(acquire, LostReason::SessionEnded);
         };
         let life = Arc::clone(&live.life);
         let name = Arc::clone(&acquire.name);
         let cancellation = acquire.cancel.child_token();
         let core = Core::new(name, acquire.key, token, Arc::clone(&life), cancellation);
         let core = Arc::new(core);
-        let Some(first) = life.register(Arc::clone(&core)) else {
-            let reason = life.ended().unwrap_or(LostReason::NoAnswer);
-            return self.answer(&acquire, Answer::Failed(Error::Lost(reason)));
+        let first = match life.register(Arc::clone(&core)) {
+            Ok(first) => first,
+            Err(reason) => {
+                self.lose(reason, None);
+                return self.not_begun(acquire, reason);
+            }
         };
         if first && self.setup.watchdog.send(life).is_err() {
             log::error!(target: "leasehold", "the watchdog thread is gone");
@@ -249,6 +256,15 @@ impl Owner {
             self.fenced.push(Fenced::new(acquire, core));
         } else {
             self.start_term(acquire, core);
+        }
+    }
+
+    /// The session was lost before the term began: a standing wish goes on, another has failed.
+    pub(crate) fn not_begun(&mut self, acquire: Acquire, reason: LostReason) {
+        if acquire.standing {
+            self.waiting.insert(acquire.key, Waiting { acquire, due: None, told: true });
+        } else {
+            self.answer(&acquire, Answer::Failed(Error::Lost(reason)));
         }
     }
 

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use leasehold::{CancelReason, CancellationToken, Error, Event, Lease, Timeout};
 
-use crate::support::leases::{NAME, PATIENCE, fast, in_thread, locker};
+use crate::support::leases::{NAME, PATIENCE, Recorder, fast, in_thread, locker};
 use crate::support::{Server, look};
 
 #[test]
@@ -96,6 +96,68 @@ fn a_job_may_close_its_own_locker() {
     assert!(outcome.is_ok());
     assert!(look::advisory_locks(&mut server.client()).is_empty());
     locker.close();
+}
+
+#[test]
+fn jobs_may_close_their_locker_while_they_wait_for_each_other() {
+    let server = Server::start();
+    let locker = locker(&server, fast().application_name("nested"));
+    let (told, ended) = crossbeam_channel::bounded(1);
+    let runner = {
+        let locker = locker.clone();
+        in_thread(move || {
+            let outcome = locker.run(&CancellationToken::new(), "outer", |_: &Lease| {
+                // The outer job waits for the inner one, which closes; then it closes itself.
+                let inner = locker.run(&CancellationToken::new(), "inner", |lease: &Lease| {
+                    locker.close();
+                    assert_eq!(lease.cancellation().reason(), Some(CancelReason::Closed));
+                    Ok::<_, ()>(())
+                });
+                locker.close_timeout(Duration::ZERO).unwrap();
+                inner
+            });
+            told.send(()).unwrap();
+            outcome
+        })
+    };
+    ended.recv_timeout(PATIENCE).expect("the jobs wait for each other");
+    assert!(runner.join().unwrap().is_ok());
+    // Nobody else closes: the last job's return did.
+    look::wait_until("the session is gone", PATIENCE, || {
+        look::sessions(&mut server.client(), "nested").is_empty()
+    });
+    locker.close();
+}
+
+#[test]
+fn close_does_not_wait_for_a_run_that_only_waits_while_the_session_is_stuck() {
+    let server = Server::start();
+    // Over a Unix socket nothing bounds a statement that is not answered.
+    let mut config = leasehold::postgres::Config::new();
+    config.host_path(server.socket_folder()).port(server.port());
+    config.user("postgres").dbname("postgres");
+    let holder = self::locker(&server, fast());
+    let _guard = holder.try_acquire(NAME).unwrap().unwrap();
+    let events = Recorder::new();
+    let waiting = leasehold::Locker::new(config, events.attach(fast())).unwrap();
+    let runner = {
+        let waiting = waiting.clone();
+        in_thread(move || {
+            waiting.run(&CancellationToken::new(), NAME, |_: &Lease| Err::<(), _>("not ours"))
+        })
+    };
+    events.wait_for("waiting", |event| matches!(event, Event::Waiting { .. }));
+    server.freeze();
+    // Long enough for the next try, which is not answered.
+    std::thread::sleep(Duration::from_millis(400));
+    let start = Instant::now();
+    let closer = in_thread(move || waiting.close());
+    look::wait_until("run returns", Duration::from_millis(500), || runner.is_finished());
+    look::wait_until("closed", PATIENCE, || closer.is_finished());
+    // Twice the query time-out of 1 s.
+    assert!(start.elapsed() < Duration::from_millis(2200), "{:?}", start.elapsed());
+    assert!(runner.join().unwrap().is_ok());
+    server.thaw();
 }
 
 #[test]

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 use crate::support::history::{self, Record, Term, overlaps, terms, tokens_out_of_order};
-use crate::support::leases::{NAME, PATIENCE};
+use crate::support::leases::{NAME, PATIENCE, fast, locker};
 use crate::support::{Child, History, Net, PgBouncer, Proxy, Server, ends_idle_sessions, look};
 
 const H: Duration = Duration::from_millis(200);
@@ -297,6 +297,33 @@ fn partitions_of_the_holder_cause_no_overlap_in_20_rounds() {
     assert_eq!(overlaps(&terms), [], "no overlap at all");
     assert_eq!(tokens_out_of_order(&terms), None);
     scene.rows.clear();
+}
+
+#[test]
+fn a_run_goes_on_after_its_process_was_stopped_past_the_deadline() {
+    let server = Server::start();
+    let url = server.url();
+    let environment = [("URL", url.as_str()), ("TTL_OFF", "1"), ("H", "100"), ("Q", "400")];
+    let elsewhere = locker(&server, fast());
+    for _ in 0..5 {
+        let other = elsewhere.acquire_timeout("other", PATIENCE).unwrap().unwrap();
+        let mut replica = Child::spawn("two_names", &environment);
+        let (_, first) = replica.expect(NAME, PATIENCE);
+        // The run of the other name is waiting, and could be granted as the first thing after.
+        std::thread::sleep(Duration::from_millis(300));
+        replica.stop();
+        other.release().unwrap();
+        std::thread::sleep(Duration::from_millis(1500));
+        replica.cont();
+        let mut news = [replica.next(PATIENCE).1, replica.next(PATIENCE).1];
+        news.sort();
+        let [again, other] = &news;
+        assert!(again.starts_with(NAME) && !again.ends_with(&first), "a new term: {news:?}");
+        assert!(other.starts_with("other"), "{news:?}");
+        replica.hang_up();
+        assert_eq!(replica.expect("ended", PATIENCE).1, "Ok(()) Ok(())");
+        assert!(replica.wait(PATIENCE).success());
+    }
 }
 
 /// Has `leader` yield until `standby` leads.

@@ -241,6 +241,58 @@ fn a_waiting_term_can_be_withdrawn_and_leaves_nothing() {
 }
 
 #[test]
+fn a_caller_that_gave_up_on_a_busy_fence_leaves_the_name_to_the_next() {
+    let server = Server::start();
+    table(&server);
+    server.execute("CREATE ROLE plain LOGIN");
+    // The guarded transaction may be idle for long, and the next leader's role may not end it.
+    let old = locker(&server, fast().query_timeout(Duration::from_secs(30)));
+    let mut config = server.config();
+    let recorder = Recorder::new();
+    let config = config.user("plain").clone();
+    let next = leasehold::Locker::new(config, recorder.attach(fast())).unwrap();
+    let guard = old.try_acquire(NAME).unwrap().unwrap();
+    let mut client = server.client();
+    let mut transaction = client.transaction().unwrap();
+    guard.guard(&mut transaction).unwrap();
+    write(&mut transaction, &guard);
+    guard.release().unwrap();
+
+    let outcome = next.try_acquire(NAME);
+    assert!(matches!(outcome, Err(Error::Timeout(_))), "{outcome:?}");
+    let key = leasehold::key(NAME);
+    let (told, heard) = crossbeam_channel::unbounded();
+    let stop = leasehold::CancellationToken::new();
+    let runner = {
+        let stop = stop.clone();
+        in_thread(move || {
+            next.run(&stop, NAME, |lease: &leasehold::Lease| -> Result<(), ()> {
+                told.send("begun").unwrap();
+                assert!(lease.wait_timeout(PATIENCE));
+                told.send(if lease.is_held() { "told" } else { "lost" }).unwrap();
+                Ok(())
+            })
+        })
+    };
+    recorder.wait_for_nth("it waits", 2, |event| matches!(event, Event::Fenced { .. }));
+    transaction.rollback().unwrap();
+    assert_eq!(heard.recv_timeout(PATIENCE), Ok("begun"));
+    // A release of the term that nobody took must not take this one out of sight.
+    std::thread::sleep(Duration::from_millis(500));
+    assert_eq!(
+        look::advisory_locks(&mut server.client()).iter().filter(|l| l.key == key).count(),
+        1
+    );
+    server.terminate(look::holder_pid(&mut server.client(), key).unwrap());
+    assert_eq!(heard.recv_timeout(Duration::from_millis(500)), Ok("lost"), "P2");
+    assert_eq!(heard.recv_timeout(PATIENCE), Ok("begun"));
+    stop.cancel();
+    assert_eq!(heard.recv_timeout(PATIENCE), Ok("told"));
+    assert!(runner.join().unwrap().is_ok());
+    assert_eq!(look::holder_pid(&mut server.client(), key), None);
+}
+
+#[test]
 fn transactions_that_cannot_be_guarded_are_refused_and_say_why() {
     let (server, other) = (Server::start(), Server::start());
     server.execute("CREATE DATABASE sideways");

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use leasehold::postgres::{Client, Config, IsolationLevel, NoTls};
-use leasehold::{CancellationToken, Lease, Locker};
+use leasehold::{CancellationToken, Lease, Locker, SessionTtl};
 use tempfile::TempDir;
 
 use crate::support::child::{self, report};
@@ -24,6 +24,7 @@ fn run_role(role: &str) {
         .heartbeat_interval(millis("H", 200))
         .query_timeout(millis("Q", 1000))
         .retry_interval(millis("R", 200))
+        .session_ttl(std::env::var("TTL_OFF").map_or(SessionTtl::Auto, |_| SessionTtl::Off))
         .application_name("replica");
     let history = std::env::var("HISTORY").map(|path| History::open(Path::new(&path)));
     let locker = Locker::new(url.parse().unwrap(), options).unwrap();
@@ -96,6 +97,18 @@ fn run_role(role: &str) {
                 locker.run(&stop, NAME, job).unwrap();
             }
         }
+        // Leads under two names as soon as it can; says how that ends.
+        "two_names" => std::thread::scope(|scope| {
+            let job = |lease: &Lease| -> Result<(), ()> {
+                report(&format!("{} {}", lease.name(), lease.token()));
+                lease.cancellation().wait();
+                Ok(())
+            };
+            let (locker, stop) = (&locker, &stop);
+            let other = scope.spawn(move || locker.run(stop, "other", job));
+            let outcome = locker.run(stop, NAME, job);
+            report(&format!("ended {outcome:?} {:?}", other.join().unwrap()));
+        }),
         // Says how long calls took that can have no good outcome.
         "caller" => {
             for what in &commands {

@@ -94,6 +94,11 @@ impl Child {
         }
     }
 
+    /// The next line, and when it arrived.
+    pub fn next(&self, bound: Duration) -> (Instant, String) {
+        self.lines.recv_timeout(bound).expect("no further line of the child")
+    }
+
     /// A line that has arrived.
     pub fn try_next(&self) -> Option<(Instant, String)> {
         self.lines.try_recv().ok()
