@@ -306,8 +306,28 @@ impl fmt::Display for Event {
                     None => f.write_str(": the server says that it was not held"),
                 }
             }
-            Event::Lock { name, key, what } => write!(f, "lock {what} name={name:?} key={key}"),
+            Event::Lock { name, key, what } => {
+                write!(f, "lock {what} name={} key={key}", Quoted(name))
+            }
             Event::Dropped { count } => write!(f, "events dropped count={count}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_names_are_cut_in_every_line() {
+        let name: Arc<str> = "é".repeat(5000).into();
+        let key = Key::new(0, &name);
+        let events = [
+            Event::Waiting { name: Arc::clone(&name), key },
+            Event::Lock { name, key, what: LockEvent::Contended },
+        ];
+        for text in events.map(|event| event.to_string()) {
+            assert!(text.chars().count() < 200, "{text}");
         }
     }
 }
