@@ -110,7 +110,8 @@ impl LockConfig {
         self
     }
 
-    /// Sets the name of our sessions in `pg_stat_activity`; at most 63 bytes.
+    /// Sets the name of our sessions in `pg_stat_activity`; at most 63 bytes, none of them
+    /// NUL.
     ///
     /// Defaults to the one in the configuration of the connection, or `leasehold`.
     #[must_use]
@@ -187,21 +188,25 @@ impl LockConfig {
         ];
         for (name, value) in limits {
             let Some(value) = value else { continue };
-            if value < SHORTEST {
-                return Err(Error::invalid(format!("{name} ({value:?}) >= {SHORTEST:?}")));
-            }
-            if value > LONGEST {
-                return Err(Error::invalid(format!("{name} ({value:?}) <= {LONGEST:?}")));
+            if value < SHORTEST || value > LONGEST {
+                return Err(Error::invalid(format!(
+                    "{name} must satisfy {SHORTEST:?} <= {name} <= {LONGEST:?}, and is {value:?}"
+                )));
             }
         }
         if self.pool_size == 0 {
-            return Err(Error::invalid("pool_size (0) >= 1"));
+            return Err(Error::invalid("pool_size must satisfy pool_size >= 1, and is 0"));
         }
-        let name = self.application_name.as_ref().map_or(0, String::len);
-        if name > LONGEST_NAME {
-            return Err(Error::invalid(format!("application_name ({name} bytes) <= 63 bytes")));
+        match &self.application_name {
+            Some(name) if name.len() > LONGEST_NAME => Err(Error::invalid(format!(
+                "application_name must satisfy length <= {LONGEST_NAME} bytes, and has {}",
+                name.len()
+            ))),
+            Some(name) if name.contains('\0') => {
+                Err(Error::invalid("application_name must not contain NUL"))
+            }
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     pub(crate) fn session_options(&self) -> SessionOptions {
@@ -253,12 +258,13 @@ mod tests {
     fn options_that_cannot_work_are_refused_with_the_violated_rule() {
         let zero = Some(Duration::ZERO);
         let bad = [
-            (LockConfig::new().query_timeout(Duration::ZERO), "query_timeout (0ns) >= 10ms"),
-            (LockConfig::new().max_wait(zero), "max_wait (0ns) >= 10ms"),
-            (LockConfig::new().wait_slice(zero), "wait_slice (0ns) >= 10ms"),
-            (LockConfig::new().max_hold(Some(Duration::MAX)), "<= 2147483.647s"),
-            (LockConfig::new().pool_size(0), "pool_size (0) >= 1"),
-            (LockConfig::new().application_name("x".repeat(64)), "(64 bytes) <= 63 bytes"),
+            (LockConfig::new().query_timeout(Duration::ZERO), "<= query_timeout <="),
+            (LockConfig::new().max_wait(zero), "10ms <= max_wait <= 2147483.647s, and is 0ns"),
+            (LockConfig::new().wait_slice(zero), "<= wait_slice <="),
+            (LockConfig::new().max_hold(Some(Duration::MAX)), "<= max_hold <="),
+            (LockConfig::new().pool_size(0), "pool_size >= 1, and is 0"),
+            (LockConfig::new().application_name("x".repeat(64)), "63 bytes, and has 64"),
+            (LockConfig::new().application_name("a\0b"), "NUL"),
         ];
         for (config, rule) in bad {
             let text = config.validate().unwrap_err().to_string();
