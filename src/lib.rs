@@ -86,7 +86,8 @@ mod token;
 #[doc = include_str!("../docs/overlap.md")]
 pub mod overlap {}
 
-pub use postgres;
+// Their types are in our signatures.
+pub use {postgres, r2d2, r2d2_postgres};
 
 pub use cancel::{CancelReason, CancellationToken, DropGuard};
 pub use error::{Error, GuardRefusal, LostReason, RunError, Timeout};

@@ -36,3 +36,4 @@ mod server_facts;
 mod standbys;
 mod threads;
 mod tls;
+mod types;
