@@ -146,8 +146,8 @@ pub enum ScopeError<E> {
     Job(E),
     /// The lock could not be had, or was lost while the closure ran, or its release failed.
     Lock(Error),
-    /// The closure returned an error, and then the release failed as well. Of [`Scoped`];
-    /// [`ScopedLocker`] tells of the release in an event, and returns [`Job`](ScopeError::Job).
+    /// The closure returned an error, and the lock was lost while it ran, or its release failed: what
+    /// it did before it failed may have overlapped another holder's work.
     Both {
         /// The closure's error.
         job: E,

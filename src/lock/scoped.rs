@@ -141,7 +141,7 @@ impl ScopedLocker {
     /// [`Error::Cancelled`] if `cancel` was set before `f` ran; [`Error::NotAcquired`] if no connection was free within
     /// `conn_wait_timeout`, or the lock not within `max_wait`; the error of the pool or of the
     /// statement: in all of these `f` did not run. [`Error::Lost`]: `f` ran and succeeded, but the
-    /// lock was lost before it returned, or may have been. If `f` failed a loss is an event only.
+    /// lock was lost before it returned, or may have been. [`ScopeError::Both`]: so it was, and `f` failed.
     ///
     /// Blocks until the lock is granted; after `cancel` is set, for a few milliseconds if the server
     /// answers, and for the query time-out if it does not (on a pool of the user's, and inside an
@@ -276,7 +276,8 @@ impl ScopedLocker {
         self.core.tell(&named, event);
         match (result, end) {
             (Err(panic), _) => resume_unwind(panic),
-            (Ok(Err(job)), _) => Err(ScopeError::Job(job)),
+            (Ok(Err(job)), Ok(())) => Err(ScopeError::Job(job)),
+            (Ok(Err(job)), Err(lock)) => Err(ScopeError::Both { job, lock }),
             (Ok(Ok(value)), Ok(())) => Ok(Some(value)),
             (Ok(Ok(_)), Err(lost)) => Err(ScopeError::Lock(lost)),
         }

@@ -120,7 +120,7 @@ fn a_closure_that_outstays_max_hold_loses_the_lock_and_hears_of_it() {
 }
 
 #[test]
-fn a_commit_that_fails_is_a_loss_and_a_failed_closure_keeps_its_error() {
+fn a_commit_that_fails_is_a_loss_also_beside_a_closures_own_error() {
     let locks = locker("commit", LockConfig::new());
     let mut client = server().client();
     let mut kill = || {
@@ -137,7 +137,8 @@ fn a_commit_that_fails_is_a_loss_and_a_failed_closure_keeps_its_error() {
         kill();
         Err::<(), _>("mine")
     });
-    assert!(matches!(result, Err(ScopeError::Job("mine"))), "{result:?}");
+    let Err(ScopeError::Both { job: "mine", lock }) = &result else { panic!("{result:?}") };
+    assert!(matches!(lock, Error::Lost(LostReason::SessionEnded)), "{lock:?}");
     let panicked = catch_unwind(AssertUnwindSafe(|| {
         locks.with_lock(&never(), "commit-k", || -> Result<(), Error> {
             kill();
