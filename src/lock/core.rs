@@ -119,16 +119,28 @@ impl Core {
         }
     }
 
+    /// How long to wait for a session when `left` is left; `None` waits for ever.
+    pub(crate) fn conn_wait(&self, left: Option<Duration>) -> Option<Duration> {
+        match (self.config.conn_wait_timeout, left) {
+            (Some(wait), Some(left)) => Some(wait.min(left)),
+            (wait, left) => wait.or(left),
+        }
+    }
+
     /// A session out of the pool; `None` if all were in use for too long. Blocks for at most
-    /// `conn_wait_timeout`, and for twice that the first time that a user's pool is used.
-    pub(crate) fn checkout(&self, stop: &dyn Fn() -> bool) -> Result<Option<Pinned>, Error> {
+    /// `wait`, and for twice that the first time that a user's pool is used.
+    pub(crate) fn checkout(
+        &self,
+        wait: Option<Duration>,
+        stop: &dyn Fn() -> bool,
+    ) -> Result<Option<Pinned>, Error> {
         let source = self.source().clone().ok_or(Error::Closed)?;
-        let Some(mut session) = self.get(&*source, stop)? else { return Ok(None) };
+        let Some(mut session) = self.get(&*source, wait, stop)? else { return Ok(None) };
         if self.proven.load(Ordering::Acquire) {
             return Ok(Some(session));
         }
         if source.size() > 1 {
-            let Some(mut other) = self.get(&*source, stop)? else {
+            let Some(mut other) = self.get(&*source, wait, stop)? else {
                 session.give_back();
                 return Ok(None);
             };
@@ -145,11 +157,15 @@ impl Core {
         stop: &dyn Fn() -> bool,
     ) -> Result<Option<Pinned>, Error> {
         let source = self.source().clone().ok_or(Error::Closed)?;
-        self.get(&*source, stop)
+        self.get(&*source, self.config.conn_wait_timeout, stop)
     }
 
-    fn get(&self, source: &dyn Source, stop: &dyn Fn() -> bool) -> Result<Option<Pinned>, Error> {
-        let wait = self.config.conn_wait_timeout;
+    fn get(
+        &self,
+        source: &dyn Source,
+        wait: Option<Duration>,
+        stop: &dyn Fn() -> bool,
+    ) -> Result<Option<Pinned>, Error> {
         match source.get(wait, wait.unwrap_or(PATIENCE), stop) {
             Got::Session(session) => Ok(Some(session)),
             Got::Busy => Ok(None),
@@ -174,7 +190,12 @@ impl Core {
 
     /// How long a call may take that checks out a session and runs `statements` on it.
     pub(crate) fn bound(&self, statements: u32) -> Option<Duration> {
-        let wait = self.config.conn_wait_timeout?.saturating_mul(2);
+        self.bound_with(self.config.conn_wait_timeout, statements)
+    }
+
+    /// [`Core::bound`] of a call that waits for a session for `wait`.
+    pub(crate) fn bound_with(&self, wait: Option<Duration>, statements: u32) -> Option<Duration> {
+        let wait = wait?.saturating_mul(2);
         Some(wait.saturating_add(self.statement_bound().saturating_mul(statements)))
     }
 
@@ -210,10 +231,13 @@ impl Core {
         self.source().is_none()
     }
 
-    /// Refuses from now on, and lets go of the pool. Does not block.
+    /// Refuses from now on, and lets go of the pool. Does not block. In a forked child it does
+    /// nothing: closing the pool would say farewell over the parent's sockets.
     pub(crate) fn close(&self) {
-        let source = self.source().take();
-        if let Some(source) = source.filter(|_| !self.is_forked()) {
+        if self.is_forked() {
+            return;
+        }
+        if let Some(source) = self.source().take() {
             // The pool's last handle closes its idle sessions.
             self.later(move || drop(source));
         }
@@ -223,7 +247,8 @@ impl Core {
 impl Drop for Core {
     fn drop(&mut self) {
         match self.is_forked() {
-            true => std::mem::forget(self.source().take()),
+            // Without the mutex: a thread that the child does not have may have held it.
+            true => std::mem::forget(self.source.get_mut().map(Option::take)),
             false => self.close(),
         }
     }

@@ -18,9 +18,8 @@ use crate::lock::handle::{Grant, Held, Lock, idle_limit};
 use crate::session::foreign::UserPool;
 use crate::session::pool::{GuardedPool, Proof, Source};
 
-/// The first wait of [`PooledLocker::acquire_timeout`] between two tries, and the longest.
-const FIRST_WAIT: Duration = Duration::from_millis(5);
-const LONGEST_WAIT: Duration = Duration::from_millis(250);
+/// Between two tries of [`PooledLocker::acquire_timeout`]: the first wait, and the longest.
+const WAITS: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(250));
 
 /// The locks that are out.
 #[derive(Default)]
@@ -68,9 +67,9 @@ impl Registry {
 /// From PostgreSQL 14 on *the server* ends the session of a lock that was not refreshed within its
 /// TTL (`idle_session_timeout`): a holder that ignores the expiry, or is stopped, or lost its
 /// machine or its network, loses the lock, and another can acquire it. The holder's own clock
-/// passes first. PostgreSQL 13 has no such setting: there a lapsed lock stays on the server until
-/// its holder releases it or its session ends, for a vanished host by TCP keepalives; PostgreSQL 12
-/// is not supported. [`LockConfig::enforce_ttl`] turns it off.
+/// passes first. PostgreSQL 13 has no such setting: there a lapsed lock stays until its holder
+/// releases it or its session ends, for a vanished host by TCP keepalives; PostgreSQL 12 is not
+/// supported. [`LockConfig::enforce_ttl`] turns it off.
 ///
 /// # Threads
 ///
@@ -185,7 +184,7 @@ impl PooledLocker {
     /// `conn_wait_timeout`; the error of the pool or of the statement otherwise, after which the lock
     /// is *not* held. For how long it blocks, see [above](PooledLocker#how-long-calls-block).
     pub fn acquire(&self, key: &str, ttl: Duration) -> Result<Lock, Error> {
-        self.ask(key, ttl, false)
+        self.ask(key, ttl, false, None)
     }
 
     /// [`acquire`](PooledLocker::acquire) in shared mode: any number of shared holders, or one
@@ -195,7 +194,7 @@ impl PooledLocker {
     ///
     /// As [`acquire`](PooledLocker::acquire).
     pub fn acquire_shared(&self, key: &str, ttl: Duration) -> Result<Lock, Error> {
-        self.ask(key, ttl, true)
+        self.ask(key, ttl, true, None)
     }
 
     /// [`acquire`](PooledLocker::acquire) with contention as an outcome: `None`.
@@ -219,8 +218,9 @@ impl PooledLocker {
     /// Tries again, with jittered waits of 5 to 300 ms, until the lock is acquired or `timeout` has
     /// passed: `None`. Between two tries no connection is in use, and nothing waits in the server.
     ///
-    /// A try that has begun is finished: with a pool that is used up or a server that does not answer
-    /// it blocks for longer than `timeout`, by what one [`acquire`](PooledLocker::acquire) may take.
+    /// A try waits for a connection for what is left of `timeout` at most: if that is too short to
+    /// connect, `None`. One that has a connection is finished: it can take longer than `timeout` by
+    /// the query time-out, and by three times that the first time that a user's pool is used.
     ///
     /// # Errors
     ///
@@ -260,7 +260,9 @@ impl PooledLocker {
         let result = core.run(core.bound(3), None, {
             let core = Arc::clone(&core);
             move || {
-                let mut session = core.checkout(&|| false)?.ok_or(Error::NotAcquired)?;
+                let mut session = core
+                    .checkout(core.config.conn_wait_timeout, &|| false)?
+                    .ok_or(Error::NotAcquired)?;
                 session.ping()?;
                 session.give_back();
                 Ok(())
@@ -276,10 +278,14 @@ impl PooledLocker {
     ///
     /// # Errors
     ///
-    /// The first error of a release; all are tried. Blocks for at most the query time-out, however
-    /// many locks there are: a session that was not unlocked by then is ended.
+    /// [`Error::Forked`] in a forked child: it touches nothing. The first error of a release; all are
+    /// tried. Blocks for at most the query time-out, however many locks there are: a session that
+    /// was not unlocked by then is ended.
     pub fn close(&self) -> Result<(), Error> {
         let Inner { core, registry } = &*self.inner;
+        if core.is_forked() {
+            return Err(Error::Forked);
+        }
         let held: Vec<_> = {
             let mut state = registry.lock();
             state.closed = true;
@@ -301,7 +307,14 @@ impl PooledLocker {
         result.and_then(|result| result)
     }
 
-    fn ask(&self, key: &str, ttl: Duration, shared: bool) -> Result<Lock, Error> {
+    /// Asks once; `left` is how long the caller still has.
+    fn ask(
+        &self,
+        key: &str,
+        ttl: Duration,
+        shared: bool,
+        left: Option<Duration>,
+    ) -> Result<Lock, Error> {
         if key.is_empty() {
             return Err(Error::EmptyName);
         }
@@ -309,9 +322,10 @@ impl PooledLocker {
         let Inner { core, registry } = &*self.inner;
         core.admit()?;
         let named = core.named(key);
-        let result = core.run(core.bound(3), None, {
-            let (core, registry, named) = (Arc::clone(core), Arc::clone(registry), named.clone());
-            move || take(&core, &registry, named, ttl, shared)
+        let wait = core.conn_wait(left);
+        let all = (Arc::clone(core), Arc::clone(registry), named.clone());
+        let result = core.run(core.bound_with(wait, 3), None, move || {
+            take(&all.0, &all.1, all.2, (ttl, shared), wait)
         });
         let result = result.and_then(|result| result);
         core.report(&result);
@@ -332,26 +346,24 @@ impl PooledLocker {
         shared: bool,
     ) -> Result<Option<Lock>, Error> {
         let end = Instant::now().checked_add(timeout);
-        let mut waits = Backoff::new(FIRST_WAIT, LONGEST_WAIT, fastrand::Rng::new());
+        let left = || end.map(|end| end.saturating_duration_since(Instant::now()));
+        let mut waits = Backoff::new(WAITS.0, WAITS.1, fastrand::Rng::new());
         loop {
-            if let Some(lock) = contended(self.ask(key, ttl, shared))? {
+            if let Some(lock) = contended(self.ask(key, ttl, shared, left()))? {
                 return Ok(Some(lock));
             }
-            let left =
-                end.map_or(Duration::MAX, |end| end.saturating_duration_since(Instant::now()));
-            if left.is_zero() {
-                return Ok(None);
+            match left().unwrap_or(Duration::MAX) {
+                Duration::ZERO => return Ok(None),
+                left => std::thread::sleep(waits.next().min(left)),
             }
-            std::thread::sleep(waits.next().min(left));
         }
     }
 }
 
 fn contended(result: Result<Lock, Error>) -> Result<Option<Lock>, Error> {
     match result {
-        Ok(lock) => Ok(Some(lock)),
         Err(Error::NotAcquired) => Ok(None),
-        Err(error) => Err(error),
+        result => result.map(Some),
     }
 }
 
@@ -360,10 +372,10 @@ fn take(
     core: &Arc<Core>,
     registry: &Arc<Registry>,
     named: Named,
-    ttl: Duration,
-    shared: bool,
+    (ttl, shared): (Duration, bool),
+    wait: Option<Duration>,
 ) -> Result<Lock, Error> {
-    let Some(mut session) = core.checkout(&|| core.is_closed())? else {
+    let Some(mut session) = core.checkout(wait, &|| core.is_closed())? else {
         return Err(Error::NotAcquired);
     };
     let idle = idle_limit(core, ttl);

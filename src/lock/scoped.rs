@@ -266,6 +266,15 @@ impl ScopedLocker {
         let pid = scope.pid;
         let result = catch_unwind(AssertUnwindSafe(f));
         let commit = matches!(result, Ok(Ok(_)));
+        if self.core.is_forked() {
+            // The closure forked, and this is the child: the transaction is the parent's to end.
+            std::mem::forget(scope);
+            return match result {
+                Ok(Ok(_)) => Err(ScopeError::Lock(Error::Forked)),
+                Ok(Err(job)) => Err(ScopeError::Both { job, lock: Error::Forked }),
+                Err(panic) => resume_unwind(panic),
+            };
+        }
         let end = self.core.run(Some(self.core.statement_bound()), None, move || scope.end(commit));
         let end = end.and_then(|end| end);
         self.core.report(&end);

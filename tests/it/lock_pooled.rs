@@ -287,6 +287,20 @@ fn a_pool_that_is_used_up_is_contention_after_the_wait() {
 }
 
 #[test]
+fn a_timed_wait_on_a_used_up_pool_ends_with_its_own_time() {
+    for wait in [Some(LONG), None] {
+        let options = options("short").pool_size(1).conn_wait_timeout(wait);
+        let locker = PooledLocker::new(server().config(), options).unwrap();
+        let _held = locker.acquire("short-1", LONG).unwrap();
+        let start = Instant::now();
+        let timeout = Duration::from_millis(100);
+        assert!(locker.acquire_timeout("short-2", LONG, timeout).unwrap().is_none());
+        let took = start.elapsed();
+        assert!(took >= timeout && took < Duration::from_secs(2), "{took:?}");
+    }
+}
+
+#[test]
 fn a_wait_for_a_connection_without_limit_lasts_until_there_is_one() {
     let options = options("patient").pool_size(1).conn_wait_timeout(None);
     let locker = PooledLocker::new(server().config(), options).unwrap();

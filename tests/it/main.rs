@@ -22,6 +22,7 @@ mod harness;
 mod lock_breaker;
 mod lock_conformance;
 mod lock_faults;
+mod lock_forks;
 mod lock_pooled;
 mod lock_runtime;
 mod lock_scoped;
